@@ -1,0 +1,373 @@
+// Logical vectors of 64 bytes: 16 floats or 8 doubles, one source for every capability.
+//
+// They are GCC/Clang vector extensions, which the compiler maps to one AVX-512, two AVX2 or four SSE/NEON registers, so
+// an algorithm has the same lanes and the same order of operations everywhere. Operators, comparisons (which give an
+// integer vector of 0 and -1) and `m ? a : b` work lane by lane. Only what the compiler does badly has intrinsics.
+//
+// Include from *_kernel.cpp files only: everything here belongs to the capability being compiled.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "common/views.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define FASTRL_INLINE inline __attribute__((always_inline))
+
+namespace fastrl::FASTRL_CAPABILITY {
+
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef double f64x8 __attribute__((vector_size(64)));
+typedef int64_t i64x8 __attribute__((vector_size(64)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+
+template <typename T>
+struct Simd;
+template <>
+struct Simd<float> {
+  using vec = f32x16;
+  using ivec = i32x16;
+  using lane_int = int32_t;
+  static constexpr int kLanes = 16;
+};
+template <>
+struct Simd<double> {
+  using vec = f64x8;
+  using ivec = i64x8;
+  using lane_int = int64_t;
+  static constexpr int kLanes = 8;
+};
+template <typename T>
+using Vec = typename Simd<T>::vec;
+template <typename T>
+using IVec = typename Simd<T>::ivec;
+template <typename T>
+constexpr int kLanes = Simd<T>::kLanes;
+
+template <typename T>
+FASTRL_INLINE Vec<T> broadcast(T value) {
+  return Vec<T>{} + value;
+}
+
+template <typename T>
+FASTRL_INLINE IVec<T> lane_index() {
+  if constexpr (sizeof(T) == 4) {
+    return IVec<T>{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  } else {
+    return IVec<T>{0, 1, 2, 3, 4, 5, 6, 7};
+  }
+}
+
+// Lane mask (0 or -1) of the first n lanes.
+template <typename T>
+FASTRL_INLINE IVec<T> first_lanes(int n) {
+  return lane_index<T>() < static_cast<typename Simd<T>::lane_int>(n);
+}
+
+// Lane mask from bits: lane i is set when bit i is.
+template <typename T>
+FASTRL_INLINE IVec<T> lanes_of(uint32_t bits) {
+  using I = typename Simd<T>::lane_int;
+  if constexpr (sizeof(T) == 4) {
+    const IVec<T> bit = {1,   2,   4,    8,    16,   32,   64,    128,
+                         256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+    return (static_cast<I>(bits) & bit) != 0;
+  } else {
+    const IVec<T> bit = {1, 2, 4, 8, 16, 32, 64, 128};
+    return (static_cast<I>(bits) & bit) != 0;
+  }
+}
+
+template <typename T>
+constexpr uint32_t kAllLanes = (uint32_t{1} << kLanes<T>) - 1;
+
+FASTRL_INLINE uint32_t first_bits(int n) { return (uint32_t{1} << n) - 1; }
+FASTRL_INLINE int count_bits(uint32_t bits) { return __builtin_popcount(bits); }
+
+// Lane i takes lane i + Step of `v`; the top Step lanes take `fill`.
+template <typename T, int Step>
+FASTRL_INLINE Vec<T> shift_down(Vec<T> v, Vec<T> fill) {
+#if defined(__clang__)
+  if constexpr (sizeof(T) == 4) {
+    return __builtin_shufflevector(v, fill, Step, Step + 1, Step + 2, Step + 3, Step + 4, Step + 5,
+                                   Step + 6, Step + 7, Step + 8, Step + 9, Step + 10, Step + 11,
+                                   Step + 12, Step + 13, Step + 14, Step + 15);
+  } else {
+    return __builtin_shufflevector(v, fill, Step, Step + 1, Step + 2, Step + 3, Step + 4, Step + 5,
+                                   Step + 6, Step + 7);
+  }
+#else
+  using I = typename Simd<T>::lane_int;
+  return __builtin_shuffle(v, fill, lane_index<T>() + static_cast<I>(Step));
+#endif
+}
+
+// Lanes in opposite order.
+template <typename T>
+FASTRL_INLINE Vec<T> reversed(Vec<T> v) {
+#if defined(__clang__)
+  if constexpr (sizeof(T) == 4) {
+    return __builtin_shufflevector(v, v, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  } else {
+    return __builtin_shufflevector(v, v, 7, 6, 5, 4, 3, 2, 1, 0);
+  }
+#else
+  using I = typename Simd<T>::lane_int;
+  return __builtin_shuffle(v, static_cast<I>(kLanes<T> - 1) - lane_index<T>());
+#endif
+}
+
+template <typename T>
+FASTRL_INLINE Vec<T> vmin(Vec<T> a, Vec<T> b) {
+  return a < b ? a : b;
+}
+template <typename T>
+FASTRL_INLINE Vec<T> vmax(Vec<T> a, Vec<T> b) {
+  return a > b ? a : b;
+}
+template <typename T>
+FASTRL_INLINE Vec<T> vabs(Vec<T> a) {
+  using I = typename Simd<T>::lane_int;
+  constexpr I kSign = static_cast<I>(~(uint64_t{1} << (8 * sizeof(T) - 1)));
+  return reinterpret_cast<Vec<T>>(reinterpret_cast<IVec<T>>(a) & kSign);
+}
+
+// Sum of lanes as a fixed tree: the result depends on the lanes alone.
+template <typename T>
+FASTRL_INLINE T lane_sum(Vec<T> v) {
+  T lanes[kLanes<T>];
+  std::memcpy(lanes, &v, sizeof(v));
+  for (int width = kLanes<T> / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  }
+  return lanes[0];
+}
+
+template <typename T>
+FASTRL_INLINE Vec<T> load(const T* p) {
+  Vec<T> v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+template <typename T>
+FASTRL_INLINE void store(T* p, Vec<T> v) {
+  std::memcpy(p, &v, sizeof(v));
+}
+
+// First n lanes from memory, the rest zero; never touches memory past n.
+template <typename T>
+FASTRL_INLINE Vec<T> load_first(const T* p, int n) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) {
+    return (Vec<T>)_mm512_maskz_loadu_ps(static_cast<__mmask16>(first_bits(n)), p);
+  } else {
+    return (Vec<T>)_mm512_maskz_loadu_pd(static_cast<__mmask8>(first_bits(n)), p);
+  }
+#else
+  Vec<T> v = {};
+  std::memcpy(&v, p, sizeof(T) * static_cast<size_t>(n));
+  return v;
+#endif
+}
+template <typename T>
+FASTRL_INLINE void store_first(T* p, Vec<T> v, int n) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) {
+    _mm512_mask_storeu_ps(p, static_cast<__mmask16>(first_bits(n)), (__m512)v);
+  } else {
+    _mm512_mask_storeu_pd(p, static_cast<__mmask8>(first_bits(n)), (__m512d)v);
+  }
+#else
+  std::memcpy(p, &v, sizeof(T) * static_cast<size_t>(n));
+#endif
+}
+
+// Packs the lanes whose bit is set to the low end, in order; the rest become zero.
+template <typename T>
+FASTRL_INLINE Vec<T> compress(Vec<T> v, uint32_t bits) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) {
+    return (Vec<T>)_mm512_maskz_compress_ps(static_cast<__mmask16>(bits), (__m512)v);
+  } else {
+    return (Vec<T>)_mm512_maskz_compress_pd(static_cast<__mmask8>(bits), (__m512d)v);
+  }
+#else
+  T in[kLanes<T>], out[kLanes<T> + 1] = {};
+  std::memcpy(in, &v, sizeof(v));
+  int n = 0;
+  for (int i = 0; i < kLanes<T>; ++i) {  // branch-free: the write position moves only past valid lanes
+    out[n] = in[i];
+    n += (bits >> i) & 1;
+  }
+  Vec<T> packed;
+  std::memcpy(&packed, out, sizeof(packed));
+  return first_lanes<T>(n) ? packed : Vec<T>{};
+#endif
+}
+
+// The inverse: low lanes go to the lanes whose bit is set, the others become zero.
+template <typename T>
+FASTRL_INLINE Vec<T> expand(Vec<T> v, uint32_t bits) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) {
+    return (Vec<T>)_mm512_maskz_expand_ps(static_cast<__mmask16>(bits), (__m512)v);
+  } else {
+    return (Vec<T>)_mm512_maskz_expand_pd(static_cast<__mmask8>(bits), (__m512d)v);
+  }
+#else
+  T in[kLanes<T>], out[kLanes<T>];
+  std::memcpy(in, &v, sizeof(v));
+  int n = 0;
+  for (int i = 0; i < kLanes<T>; ++i) {
+    const int valid = (bits >> i) & 1;
+    out[i] = valid ? in[n] : T{0};
+    n += valid;
+  }
+  Vec<T> spread;
+  std::memcpy(&spread, out, sizeof(spread));
+  return spread;
+#endif
+}
+
+// ---- elements of any floating kind as T -----------------------------------------------------------------------------
+
+FASTRL_INLINE f32x16 widen_bf16(u16x16 bits) {
+  return reinterpret_cast<f32x16>(__builtin_convertvector(bits, i32x16) << 16);
+}
+
+FASTRL_INLINE f32x16 widen_f16(u16x16 bits) {
+#if defined(__AVX512F__)
+  return (f32x16)_mm512_cvtph_ps((__m256i)bits);
+#elif defined(__F16C__)
+  __m128i halves[2];
+  std::memcpy(halves, &bits, sizeof(bits));
+  const __m256 parts[2] = {_mm256_cvtph_ps(halves[0]), _mm256_cvtph_ps(halves[1])};
+  f32x16 out;
+  std::memcpy(&out, parts, sizeof(out));
+  return out;
+#else
+  // Shift exponent and mantissa into place and rescale by 2^112, which also makes subnormals right; inf and NaN then
+  // need their exponent filled up.
+  const i32x16 wide = __builtin_convertvector(bits, i32x16);
+  const f32x16 magnitude =
+      reinterpret_cast<f32x16>((wide & 0x7fff) << 13) * 5.192296858534828e33f;
+  const i32x16 special = (wide & 0x7c00) == 0x7c00;
+  const i32x16 magnitude_bits = reinterpret_cast<i32x16>(magnitude) | (special & 0x7f800000);
+  return reinterpret_cast<f32x16>(magnitude_bits | ((wide & 0x8000) << 16));
+#endif
+}
+
+FASTRL_INLINE u16x16 narrow_bf16(f32x16 v) {
+  const i32x16 bits = reinterpret_cast<i32x16>(v);
+  const i32x16 rounded = bits + 0x7fff + ((bits >> 16) & 1);  // nearest, ties to even
+  const i32x16 is_nan = v != v;
+  const i32x16 chosen = is_nan ? (bits | 0x400000) : rounded;
+  return __builtin_convertvector((chosen >> 16) & 0xffff, u16x16);
+}
+
+FASTRL_INLINE uint16_t narrow_f16(float value) {
+  const _Float16 half = static_cast<_Float16>(value);
+  uint16_t bits;
+  std::memcpy(&bits, &half, sizeof(bits));
+  return bits;
+}
+
+FASTRL_INLINE u16x16 narrow_f16(f32x16 v) {
+#if defined(__AVX512F__)
+  return (u16x16)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  float lanes[16];
+  uint16_t out[16];
+  std::memcpy(lanes, &v, sizeof(v));
+  for (int i = 0; i < 16; ++i) out[i] = narrow_f16(lanes[i]);
+  u16x16 packed;
+  std::memcpy(&packed, out, sizeof(packed));
+  return packed;
+#endif
+}
+
+// kLanes<T> elements starting at `index`, converted to T. For T = double the elements are doubles.
+template <typename T>
+FASTRL_INLINE Vec<T> load_as(const void* data, Kind kind, int64_t index) {
+  if constexpr (sizeof(T) == 8) {
+    return load(static_cast<const T*>(data) + index);
+  } else {
+    if (__builtin_expect(kind == Kind::f32, 1)) return load(static_cast<const T*>(data) + index);
+    u16x16 bits;
+    std::memcpy(&bits, static_cast<const uint16_t*>(data) + index, sizeof(bits));
+    return kind == Kind::bf16 ? widen_bf16(bits) : widen_f16(bits);
+  }
+}
+
+// The same for the first n elements only; the other lanes are zero.
+template <typename T>
+FASTRL_INLINE Vec<T> load_first_as(const void* data, Kind kind, int64_t index, int n) {
+  if constexpr (sizeof(T) == 8) {
+    return load_first(static_cast<const T*>(data) + index, n);
+  } else {
+    if (__builtin_expect(kind == Kind::f32, 1)) {
+      return load_first(static_cast<const T*>(data) + index, n);
+    }
+    u16x16 bits = {};
+    std::memcpy(&bits, static_cast<const uint16_t*>(data) + index,
+                sizeof(uint16_t) * static_cast<size_t>(n));
+    return kind == Kind::bf16 ? widen_bf16(bits) : widen_f16(bits);
+  }
+}
+
+// First n lanes stored in `kind`, rounded to nearest even.
+template <typename T>
+FASTRL_INLINE void store_first_as(void* data, Kind kind, int64_t index, Vec<T> v, int n) {
+  if constexpr (sizeof(T) == 8) {
+    store_first(static_cast<T*>(data) + index, v, n);
+  } else {
+    if (__builtin_expect(kind == Kind::f32, 1)) {
+      if (n == kLanes<T>) {
+        store(static_cast<T*>(data) + index, v);
+      } else {
+        store_first(static_cast<T*>(data) + index, v, n);
+      }
+      return;
+    }
+    const u16x16 bits = kind == Kind::bf16 ? narrow_bf16(v) : narrow_f16(v);
+    std::memcpy(static_cast<uint16_t*>(data) + index, &bits,
+                sizeof(uint16_t) * static_cast<size_t>(n));
+  }
+}
+
+// ---- masks ----------------------------------------------------------------------------------------------------------
+
+FASTRL_INLINE bool mask_at(const MaskView& mask, int64_t index) {
+  switch (mask.width) {
+    case 1:
+      return (static_cast<const uint8_t*>(mask.data)[index] & mask.significant) != 0;
+    case 2:
+      return (static_cast<const uint16_t*>(mask.data)[index] & mask.significant) != 0;
+    case 4:
+      return (static_cast<const uint32_t*>(mask.data)[index] & mask.significant) != 0;
+    default:
+      return (static_cast<const uint64_t*>(mask.data)[index] & mask.significant) != 0;
+  }
+}
+
+// Bit i says whether element index + i is valid, for i < n <= 16.
+FASTRL_INLINE uint32_t mask_bits(const MaskView& mask, int64_t index, int n) {
+#if defined(__x86_64__)
+  if (mask.width == 1 && n == 16) {
+    __m128i bytes;
+    std::memcpy(&bytes, static_cast<const uint8_t*>(mask.data) + index, sizeof(bytes));
+    const __m128i zero = _mm_cmpeq_epi8(bytes, _mm_setzero_si128());
+    return ~static_cast<uint32_t>(_mm_movemask_epi8(zero)) & 0xffff;
+  }
+#endif
+  uint32_t bits = 0;
+  for (int i = 0; i < n; ++i) bits |= static_cast<uint32_t>(mask_at(mask, index + i)) << i;
+  return bits;
+}
+
+}  // namespace fastrl::FASTRL_CAPABILITY

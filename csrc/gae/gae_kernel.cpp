@@ -1,0 +1,323 @@
+// Generalised advantage estimation on CPU, a block of lanes at a time from the right end of a row to the left.
+//
+// A_t = delta_t + c A_{t+1} with c = gamma * lambda is scanned inside a block by log-steps of shift and add, without
+// the carry; what comes from the right is added afterwards with the powers of c. So the only chain from block to block
+// is one multiply-add. Holes are closed by compressing a block to its valid lanes first and opened again at the store.
+//
+// The first block ends at the last valid token, not at the end of the row, so that a row gives the same bits with any
+// amount of padding, on either side, and packed.
+#include "gae/gae_kernel.h"
+
+#include "common/vec.h"
+#include "gae/gae_core.h"
+
+namespace fastrl::FASTRL_CAPABILITY {
+namespace {
+
+// c^k for the distances that a block can need, laid out so that one unaligned load gives c^(n-i) for lane i < n.
+template <typename T>
+struct Powers {
+  T step[4];                 // c, c^2, c^4, c^8: factors of the log-steps
+  T descending[2 * kLanes<T>];  // c^L, ..., c^1, then zeros
+
+  explicit Powers(T c) {
+    T power = c;
+    for (T& s : step) {
+      s = power;
+      power *= power;
+    }
+    power = c;
+    for (int i = kLanes<T> - 1; i >= 0; --i) {
+      descending[i] = power;
+      power *= c;
+    }
+    for (int i = kLanes<T>; i < 2 * kLanes<T>; ++i) descending[i] = 0;
+  }
+  FASTRL_INLINE Vec<T> to_right_end(int n) const { return load(descending + (kLanes<T> - n)); }
+};
+
+// Suffix sums s_i = x_i + c s_{i+1} within the block, nothing coming from the right.
+template <typename T>
+FASTRL_INLINE Vec<T> suffix_scan(Vec<T> x, const Powers<T>& powers) {
+  const Vec<T> zero = {};
+  x += powers.step[0] * shift_down<T, 1>(x, zero);
+  x += powers.step[1] * shift_down<T, 2>(x, zero);
+  x += powers.step[2] * shift_down<T, 4>(x, zero);
+  if constexpr (kLanes<T> == 16) x += powers.step[3] * shift_down<T, 8>(x, zero);
+  return x;
+}
+
+// The same with a factor per lane; `factor` becomes the product of the factors from each lane to the right end.
+template <typename T>
+FASTRL_INLINE Vec<T> suffix_scan(Vec<T> x, Vec<T>& factor) {
+  const Vec<T> zero = {}, one = broadcast<T>(1);
+  const auto step = [&](Vec<T> shifted_x, Vec<T> shifted_factor) {
+    x += factor * shifted_x;
+    factor *= shifted_factor;
+  };
+  step(shift_down<T, 1>(x, zero), shift_down<T, 1>(factor, one));
+  step(shift_down<T, 2>(x, zero), shift_down<T, 2>(factor, one));
+  step(shift_down<T, 4>(x, zero), shift_down<T, 4>(factor, one));
+  if constexpr (kLanes<T> == 16) step(shift_down<T, 8>(x, zero), shift_down<T, 8>(factor, one));
+  return x;
+}
+
+// One recursion: its constant, and the value that the next block to the left receives.
+template <typename T, bool kDones>
+struct Recursion {
+  Powers<T> powers;
+  T constant;
+  T carry = 0;
+
+  explicit Recursion(T c) : powers(c), constant(c) {}
+
+  FASTRL_INLINE Vec<T> block(Vec<T> delta, IVec<T> done, int n) {
+    Vec<T> sums, reach;
+    if constexpr (kDones) {
+      reach = first_lanes<T>(n) ? broadcast<T>(constant) : broadcast<T>(1);
+      reach = done ? Vec<T>{} : reach;
+      sums = suffix_scan<T>(delta, reach);
+    } else {
+      sums = suffix_scan<T>(delta, powers);
+      reach = powers.to_right_end(n);
+    }
+    const Vec<T> out = sums + reach * carry;
+    carry = out[0];
+    return out;
+  }
+};
+
+template <typename T>
+FASTRL_INLINE T element(const FloatView& view, int64_t index, T missing) {
+  if (view.data == nullptr) return missing;
+  return load_first_as<T>(view.data, view.kind, index, 1)[0];
+}
+
+// Masked outputs that keep the running value (verl's convention) depend on the nearest valid lane to the right.
+template <typename T>
+void fill_holes(Vec<T>& advantages, Vec<T>& returns, Vec<T> values, uint32_t bits, int n,
+                T carried_advantage, T carried_return) {
+  for (int i = n - 1; i >= 0; --i) {
+    if ((bits >> i) & 1) {
+      carried_advantage = advantages[i];
+      carried_return = returns[i] - values[i];
+    } else {
+      advantages[i] = carried_advantage;
+      returns[i] = carried_return + values[i];
+    }
+  }
+}
+
+template <typename T, bool kMask, bool kDones, bool kValues, bool kTwo>
+void gae_row(const GaeArgs& args, int64_t row) {
+  const int64_t length = args.rows.size(row);
+  const int64_t reward_at = args.rows.begin(row, args.rewards.row_stride);
+  const int64_t value_at = args.rows.begin(row, args.values.row_stride);
+  const int64_t mask_at_row = args.rows.begin(row, args.mask.row_stride);
+  const int64_t done_at = args.rows.begin(row, args.dones.row_stride);
+  const int64_t out_at = args.rows.begin(row, args.out_stride);
+  T* const out_advantages = static_cast<T*>(args.advantages) + out_at;
+  T* const out_returns = kValues ? static_cast<T*>(args.returns) + out_at : nullptr;
+
+  const T gamma = static_cast<T>(args.gamma);
+  const T lam = element<T>(args.lam_rows, row * args.lam_rows.row_stride, static_cast<T>(args.lam));
+  Recursion<T, kDones> main(gamma * lam);
+  Recursion<T, kDones> second(gamma * static_cast<T>(args.returns_lam));
+  T next_value = element<T>(args.bootstrap, row * args.bootstrap.row_stride, T{0});
+
+  const auto emit = [&](int64_t column, int n, Vec<T> advantages, Vec<T> returns) {
+    if (n == kLanes<T>) {
+      store(out_advantages + column, advantages);
+      if constexpr (kValues) store(out_returns + column, returns);
+    } else {
+      store_first(out_advantages + column, advantages, n);
+      if constexpr (kValues) store_first(out_returns + column, returns, n);
+    }
+  };
+
+  int64_t end = length;
+  if constexpr (kMask) {
+    // Padding on the right changes no state unless it bootstraps through steps of its own.
+    const bool padding_is_inert = args.holes == Holes::carry ||
+                                  (args.holes == Holes::zero_step && args.bootstrap.data == nullptr);
+    if (padding_is_inert) {
+      while (end > 0 && !mask_at(args.mask, mask_at_row + end - 1)) {
+        --end;
+        const T value =
+            kValues && args.fill_carry && args.holes == Holes::carry
+                ? load_first_as<T>(args.values.data, args.values.kind, value_at + end, 1)[0]
+                : T{0};
+        out_advantages[end] = 0;
+        if constexpr (kValues) out_returns[end] = value;
+      }
+    }
+  }
+
+  for (int64_t stop = end; stop > 0;) {
+    const int n = static_cast<int>(stop < kLanes<T> ? stop : kLanes<T>);
+    const int64_t column = stop - n;
+    stop = column;
+    const bool whole = n == kLanes<T>;
+
+    Vec<T> rewards = whole ? load_as<T>(args.rewards.data, args.rewards.kind, reward_at + column)
+                           : load_first_as<T>(args.rewards.data, args.rewards.kind,
+                                              reward_at + column, n);
+    Vec<T> values = {};
+    if constexpr (kValues) {
+      values = whole ? load_as<T>(args.values.data, args.values.kind, value_at + column)
+                     : load_first_as<T>(args.values.data, args.values.kind, value_at + column, n);
+    }
+    uint32_t done_bits = kDones ? mask_bits(args.dones, done_at + column, n) : 0;
+    uint32_t valid = first_bits(n);
+    int count = n;
+    [[maybe_unused]] uint32_t kept = valid;  // lanes that the mask lets out
+    [[maybe_unused]] const Vec<T> raw_values = values;
+    if constexpr (kMask) {
+      kept = mask_bits(args.mask, mask_at_row + column, n);
+      if (args.holes == Holes::carry) {
+        valid = kept;
+        count = count_bits(valid);
+        if (count < kLanes<T>) {
+          rewards = compress<T>(rewards, valid);
+          if constexpr (kValues) values = compress<T>(values, valid);
+          if constexpr (kDones) {
+            const Vec<T> flags = lanes_of<T>(done_bits) ? broadcast<T>(1) : Vec<T>{};
+            const IVec<T> packed = compress<T>(flags, valid) != T{0};
+            done_bits = 0;
+            for (int i = 0; i < count; ++i) done_bits |= (packed[i] ? 1u : 0u) << i;
+          }
+        }
+      } else if (args.holes == Holes::zero_step) {
+        const IVec<T> lanes = lanes_of<T>(kept);
+        rewards = lanes ? rewards : Vec<T>{};
+        if constexpr (kValues) values = lanes ? values : Vec<T>{};
+        done_bits &= kept;
+      }
+    }
+
+    Vec<T> advantages = {}, returns = {};
+    const T right_advantage = main.carry;
+    const T right_return = kTwo ? second.carry : main.carry;
+    if (count > 0) {
+      const IVec<T> done = lanes_of<T>(done_bits);
+      Vec<T> next_values = shift_down<T, 1>(values, broadcast<T>(next_value));
+      if (count < kLanes<T>) {
+        const auto last = static_cast<typename Simd<T>::lane_int>(count - 1);
+        next_values = lane_index<T>() == last ? broadcast<T>(next_value) : next_values;
+        next_values = first_lanes<T>(count) ? next_values : Vec<T>{};
+      }
+      if constexpr (kDones) next_values = done ? Vec<T>{} : next_values;
+      const Vec<T> delta = td_error<Vec<T>, T>(rewards, gamma, next_values, values);
+      advantages = main.block(delta, done, count);
+      if constexpr (kTwo) {
+        returns = second.block(delta, done, count) + values;
+      } else if constexpr (kValues) {
+        returns = advantages + values;
+      }
+      // Discounted returns carry G itself: V = 0, so the bootstrap enters once, through the first TD error.
+      next_value = kValues ? static_cast<T>(values[0]) : T{0};
+    }
+
+    if constexpr (kMask) {
+      if (args.holes == Holes::carry) {
+        if (count < n || count < kLanes<T>) {
+          advantages = expand<T>(advantages, valid);
+          if constexpr (kValues) returns = expand<T>(returns, valid);
+          if (args.fill_carry) {
+            fill_holes<T>(advantages, returns, raw_values, valid, n, right_advantage, right_return);
+          }
+        }
+      } else if (!args.fill_carry) {
+        const IVec<T> lanes = lanes_of<T>(kept);
+        advantages = lanes ? advantages : Vec<T>{};
+        if constexpr (kValues) returns = lanes ? returns : Vec<T>{};
+      }
+    }
+    emit(column, n, advantages, returns);
+  }
+}
+
+template <typename T, bool kMask, bool kDones>
+void gae_range(const GaeArgs& args, int64_t first_row, int64_t last_row) {
+  const auto kernel = args.values.data == nullptr ? gae_row<T, kMask, kDones, false, false>
+                      : args.two_lambdas          ? gae_row<T, kMask, kDones, true, true>
+                                                  : gae_row<T, kMask, kDones, true, false>;
+  for (int64_t row = first_row; row < last_row; ++row) kernel(args, row);
+}
+
+template <typename T>
+void gae_range(const GaeArgs& args, int64_t first_row, int64_t last_row) {
+  const bool mask = args.mask.data != nullptr, dones = args.dones.data != nullptr;
+  const auto range = mask ? (dones ? gae_range<T, true, true> : gae_range<T, true, false>)
+                          : (dones ? gae_range<T, false, true> : gae_range<T, false, false>);
+  range(args, first_row, last_row);
+}
+
+// The adjoint runs left to right over the same valid tokens:
+//   u_t = gA_t + c u_{t-1},  w_t = gR_t + c' w_{t-1},  d_t = u_t + w_t  (the gradient of delta_t)
+//   grad r_t = d_t,  grad V_t = gR_t - d_t + gamma d_{t-1},  grad bootstrap = gamma d_last
+// with c, c' and gamma replaced by 0 across the end of an episode. Training never differentiates through advantages in
+// bulk, so this is a plain loop.
+template <typename T>
+void gae_grad_row(const GaeGradArgs& args, int64_t row) {
+  const GaeArgs& f = args.forward;
+  const int64_t length = f.rows.size(row);
+  const int64_t mask_row = f.rows.begin(row, f.mask.row_stride);
+  const int64_t done_row = f.rows.begin(row, f.dones.row_stride);
+  const int64_t out_row = f.rows.begin(row, f.out_stride);
+  const int64_t advantage_row = f.rows.begin(row, args.grad_advantages.row_stride);
+  const int64_t return_row = f.rows.begin(row, args.grad_returns.row_stride);
+  const bool has_values = f.values.data != nullptr;
+
+  const T gamma = static_cast<T>(f.gamma);
+  const T lam = element<T>(f.lam_rows, row * f.lam_rows.row_stride, static_cast<T>(f.lam));
+  const T returns_lam = f.two_lambdas ? static_cast<T>(f.returns_lam) : lam;
+  T* const grad_rewards = static_cast<T*>(args.grad_rewards) + out_row;
+  T* const grad_values = has_values ? static_cast<T*>(args.grad_values) + out_row : nullptr;
+
+  T u = 0, w = 0, delta = 0;
+  bool cut = true;  // no step to the left, or an episode ended there
+  for (int64_t t = 0; t < length; ++t) {
+    const bool valid = f.mask.data == nullptr || mask_at(f.mask, mask_row + t);
+    const bool is_step = valid || f.holes != Holes::carry;
+    T value_grad = 0, reward_grad = 0;
+    if (is_step) {
+      // Masked outputs are constants: 0, or values that only mirror a trainer's padding.
+      const T g_advantage = valid ? element<T>(args.grad_advantages, advantage_row + t, T{0}) : T{0};
+      const T g_return = valid ? element<T>(args.grad_returns, return_row + t, T{0}) : T{0};
+      const T decay = cut ? T{0} : gamma;
+      u = g_advantage + decay * lam * u;
+      w = g_return + decay * returns_lam * w;
+      value_grad = g_return - (u + w) + decay * delta;
+      delta = u + w;
+      const bool reads_inputs = valid || f.holes == Holes::ignore;
+      reward_grad = reads_inputs ? delta : T{0};
+      value_grad = reads_inputs ? value_grad : T{0};
+      cut = f.dones.data != nullptr && (valid || f.holes == Holes::ignore) &&
+            mask_at(f.dones, done_row + t);
+    }
+    grad_rewards[t] = reward_grad;
+    if (has_values) grad_values[t] = value_grad;
+  }
+  if (args.grad_bootstrap != nullptr) {
+    static_cast<T*>(args.grad_bootstrap)[row] = cut ? T{0} : gamma * delta;
+  }
+}
+
+}  // namespace
+
+void gae_rows(const GaeArgs& args, int64_t first_row, int64_t last_row) {
+  if (args.rewards.kind == Kind::f64) {
+    gae_range<double>(args, first_row, last_row);
+  } else {
+    gae_range<float>(args, first_row, last_row);
+  }
+}
+
+void gae_grad_rows(const GaeGradArgs& args, int64_t first_row, int64_t last_row) {
+  const bool is_double = args.forward.rewards.kind == Kind::f64;
+  const auto kernel = is_double ? gae_grad_row<double> : gae_grad_row<float>;
+  for (int64_t row = first_row; row < last_row; ++row) kernel(args, row);
+}
+
+}  // namespace fastrl::FASTRL_CAPABILITY

@@ -1,0 +1,39 @@
+"""The ``fastrl`` operator library: schemas and fake kernels in Python, compiled kernels from ``fastrl._C``.
+
+Schemas are defined here so that every operator exists even where nothing was compiled: tracing, ``opcheck`` and
+``fastrl.info`` then work the same everywhere, and the compiled module only adds implementations.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_LIBRARY = torch.library.Library("fastrl", "DEF")
+
+
+def define(name: str, signature: str, fake: Callable[..., Any]) -> None:
+    """Declare operator ``fastrl::name`` with its schema and the function that gives output shapes and dtypes."""
+    _LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.register_fake(f"fastrl::{name}", fake, lib=_LIBRARY)
+
+
+def has_kernel(name: str, dispatch_key: str) -> bool:
+    """Whether an implementation of ``fastrl::name`` is registered for a dispatch key such as ``"CPU"``."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"fastrl::{name}", dispatch_key))
+
+
+def _load_compiled() -> str | None:
+    """Import the compiled module, which registers its kernels; return why that failed, or None."""
+    try:
+        importlib.import_module("fastrl._C")
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+# None when the compiled module is loaded, otherwise the reason it is not.
+compiled_error: str | None = _load_compiled()

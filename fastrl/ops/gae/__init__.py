@@ -1,0 +1,3 @@
+from fastrl.ops.gae.api import GAE, gae
+
+__all__ = ["GAE", "gae"]
