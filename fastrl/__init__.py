@@ -1,6 +1,14 @@
 """fastrl: fused kernels for reinforcement learning of language models and agents."""
 
 from fastrl._version import __version__
+from fastrl.ops.affine_scan import affine_scan
+from fastrl.ops.discounted_returns import discounted_returns
 from fastrl.ops.gae import GAE, gae
 
-__all__ = ["GAE", "__version__", "gae"]
+__all__ = [
+    "__version__",
+    "GAE",
+    "affine_scan",
+    "discounted_returns",
+    "gae",
+]

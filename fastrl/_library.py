@@ -21,6 +21,11 @@ def define(name: str, signature: str, fake: Callable[..., Any]) -> None:
     torch.library.register_fake(f"fastrl::{name}", fake, lib=_LIBRARY)
 
 
+def result_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Results are float32, float64 for float64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def has_kernel(name: str, dispatch_key: str) -> bool:
     """Whether an implementation of ``fastrl::name`` is registered for a dispatch key such as ``"CPU"``."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"fastrl::{name}", dispatch_key))

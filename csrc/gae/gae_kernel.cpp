@@ -8,6 +8,7 @@
 // amount of padding, on either side, and packed.
 #include "gae/gae_kernel.h"
 
+#include "common/scan.h"
 #include "common/vec.h"
 #include "gae/gae_core.h"
 
@@ -38,27 +39,12 @@ struct Powers {
 
 // Suffix sums s_i = x_i + c s_{i+1} within the block, nothing coming from the right.
 template <typename T>
-FASTRL_INLINE Vec<T> suffix_scan(Vec<T> x, const Powers<T>& powers) {
+FASTRL_INLINE Vec<T> constant_suffix_scan(Vec<T> x, const Powers<T>& powers) {
   const Vec<T> zero = {};
   x += powers.step[0] * shift_down<T, 1>(x, zero);
   x += powers.step[1] * shift_down<T, 2>(x, zero);
   x += powers.step[2] * shift_down<T, 4>(x, zero);
   if constexpr (kLanes<T> == 16) x += powers.step[3] * shift_down<T, 8>(x, zero);
-  return x;
-}
-
-// The same with a factor per lane; `factor` becomes the product of the factors from each lane to the right end.
-template <typename T>
-FASTRL_INLINE Vec<T> suffix_scan(Vec<T> x, Vec<T>& factor) {
-  const Vec<T> zero = {}, one = broadcast<T>(1);
-  const auto step = [&](Vec<T> shifted_x, Vec<T> shifted_factor) {
-    x += factor * shifted_x;
-    factor *= shifted_factor;
-  };
-  step(shift_down<T, 1>(x, zero), shift_down<T, 1>(factor, one));
-  step(shift_down<T, 2>(x, zero), shift_down<T, 2>(factor, one));
-  step(shift_down<T, 4>(x, zero), shift_down<T, 4>(factor, one));
-  if constexpr (kLanes<T> == 16) step(shift_down<T, 8>(x, zero), shift_down<T, 8>(factor, one));
   return x;
 }
 
@@ -76,9 +62,10 @@ struct Recursion {
     if constexpr (kDones) {
       reach = first_lanes<T>(n) ? broadcast<T>(constant) : broadcast<T>(1);
       reach = done ? Vec<T>{} : reach;
-      sums = suffix_scan<T>(delta, reach);
+      sums = delta;
+      suffix_scan<T>(sums, reach);
     } else {
-      sums = suffix_scan<T>(delta, powers);
+      sums = constant_suffix_scan<T>(delta, powers);
       reach = powers.to_right_end(n);
     }
     const Vec<T> out = sums + reach * carry;

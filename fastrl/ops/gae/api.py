@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl import _backends, _checks
+from fastrl import _backends, _checks, _library
 from fastrl.errors import ArgumentError
 from fastrl.ops.gae import op
 from fastrl.ops.gae.reference import gae_reference
@@ -112,7 +112,7 @@ def gae(
         rewards, values = rewards.T, values.T
         mask = None if mask is None else mask.T
         dones = None if dones is None else dones.T
-    dtype = op.result_dtype(rewards.dtype)
+    dtype = _library.result_dtype(rewards.dtype)
     bootstrap = None if bootstrap is None else bootstrap.to(dtype)
     lam_rows = None if lam_rows is None else lam_rows.to(dtype)
 

@@ -20,13 +20,8 @@ _INPUTS = (
 )
 
 
-def result_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Results are float32, float64 for float64 inputs."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _new(like: Tensor) -> Tensor:
-    return like.new_empty(like.shape, dtype=result_dtype(like.dtype))
+    return like.new_empty(like.shape, dtype=_library.result_dtype(like.dtype))
 
 
 def _fake_gae(rewards: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

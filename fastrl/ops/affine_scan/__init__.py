@@ -1,0 +1,3 @@
+from fastrl.ops.affine_scan.api import affine_scan
+
+__all__ = ["affine_scan"]

@@ -1,0 +1,3 @@
+from fastrl.ops.discounted_returns.api import discounted_returns
+
+__all__ = ["discounted_returns"]
