@@ -4,11 +4,14 @@ from fastrl._version import __version__
 from fastrl.ops.affine_scan import affine_scan
 from fastrl.ops.discounted_returns import discounted_returns
 from fastrl.ops.gae import GAE, gae
+from fastrl.ops.token_logprobs import LogProbs, token_logprobs
 
 __all__ = [
     "__version__",
     "GAE",
+    "LogProbs",
     "affine_scan",
     "discounted_returns",
     "gae",
+    "token_logprobs",
 ]
