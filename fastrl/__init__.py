@@ -4,7 +4,10 @@ from fastrl._version import __version__
 from fastrl.ops.affine_scan import affine_scan
 from fastrl.ops.discounted_returns import discounted_returns
 from fastrl.ops.gae import GAE, gae
+from fastrl.ops.group_advantages import group_advantages
+from fastrl.ops.group_ids import group_ids
 from fastrl.ops.token_logprobs import LogProbs, token_logprobs
+from fastrl.ops.whiten import whiten
 
 __all__ = [
     "__version__",
@@ -13,5 +16,8 @@ __all__ = [
     "affine_scan",
     "discounted_returns",
     "gae",
+    "group_advantages",
+    "group_ids",
     "token_logprobs",
+    "whiten",
 ]

@@ -1,0 +1,136 @@
+"""The definition of group advantages in plain torch and float64: index_add over dense group numbers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl._library import result_dtype
+
+
+class Members(NamedTuple):
+    """Who takes part in the statistics; one column per objective."""
+
+    scores: Tensor  # [N, K] float64, 0 where not scored
+    is_scored: Tensor  # [N, K] bool
+    group: Tensor  # [N] int64 in [0, N)
+    size: Tensor  # [N, K] float64, scored members of the sample's group
+
+
+def members_of(
+    rewards: Tensor,
+    groups: Tensor,
+    valid: Tensor | None,
+    weights: Tensor | None,
+    mask: Tensor | None,
+) -> Members:
+    """Scores of ``[N]``, ``[N, K]`` (with weights) or token rewards ``[N, T]``, and who is scored."""
+    if weights is not None:
+        scores = rewards.double()
+    elif rewards.dim() == 1:
+        scores = rewards.double().unsqueeze(1)
+    else:
+        tokens = rewards if mask is None else torch.where(mask != 0, rewards, 0.0)
+        scores = tokens.double().sum(1, keepdim=True)
+    is_scored = ~scores.isnan()
+    if valid is not None:
+        is_scored = is_scored & (valid != 0).unsqueeze(1)
+    group = _dense(groups)
+    size = _group_sum(is_scored.double(), group)
+    return Members(torch.where(is_scored, scores, 0.0), is_scored, group, size)
+
+
+def group_advantages_reference(
+    rewards: Tensor,
+    groups: Tensor,
+    valid: Tensor | None,
+    weights: Tensor | None,
+    mask: Tensor | None,
+    baseline: str,
+    scale: str,
+    ddof: int,
+    eps: float,
+    singleton: str,
+) -> Tensor:
+    """Advantages ``[N]``, or ``[N, T]`` with a mask; ``groups`` int64, ``weights`` float64 ``[K]``."""
+    scores, is_scored, group, size = members_of(rewards, groups, valid, weights, mask)
+    mean = _group_sum(scores, group) / size.clamp(min=1)
+    low = _group_extreme(scores, is_scored, group, "amin")
+    high = _group_extreme(scores, is_scored, group, "amax")
+    all_equal = (low == high) & low.isfinite()
+
+    centred = scores - _baseline(baseline, scores, is_scored, group, mean, mask)
+    if baseline == "leave_one_out":
+        centred = (scores - mean) * (size / (size - 1).clamp(min=1))
+    if baseline != "none":
+        centred = torch.where(all_equal, 0.0, centred)
+
+    if scale == "std":
+        deviation = torch.where(is_scored, scores - mean, 0.0)
+        variance = _group_sum(deviation.square(), group) / (size - ddof).clamp(min=1)
+        advantages = torch.where(all_equal, 0.0, centred / (variance.sqrt() + eps))
+    elif scale == "batch_std":
+        advantages = centred * _inverse_batch_std(scores, is_scored, ddof, eps)
+    elif scale == "mean":
+        advantages = torch.where(centred == 0, 0.0, centred / (mean + eps))
+    else:
+        advantages = centred
+
+    raw = scores if scale == "none" else scores / (1 + eps)
+    alone = raw if singleton == "raw" else torch.zeros_like(raw)
+    advantages = torch.where(size == 1, alone, advantages)
+    advantages = torch.where(is_scored, advantages, 0.0)
+    total = advantages.squeeze(1) if weights is None else (advantages * weights).sum(1)
+    total = total.to(result_dtype(rewards.dtype))
+    return total if mask is None else torch.where(mask != 0, total.unsqueeze(1), 0.0)
+
+
+def _dense(groups: Tensor) -> Tensor:
+    """Numbers in [0, N) that are equal where ``groups`` are; no shape depends on how many there are."""
+    ordered, order = torch.sort(groups)
+    is_new = torch.ones_like(ordered)
+    is_new[1:] = ordered[1:] != ordered[:-1]
+    return torch.empty_like(ordered).scatter_(0, order, is_new.cumsum(0) - 1)
+
+
+def _group_sum(x: Tensor, group: Tensor) -> Tensor:
+    """For each sample, the sum of ``x [N, K]`` over its group."""
+    return torch.zeros_like(x).index_add_(0, group, x)[group]
+
+
+def _group_extreme(scores: Tensor, is_scored: Tensor, group: Tensor, reduce: str) -> Tensor:
+    outside = float("inf") if reduce == "amin" else -float("inf")
+    x = torch.where(is_scored, scores, outside)
+    index = group.unsqueeze(1).expand_as(x)
+    return torch.full_like(x, outside).scatter_reduce_(0, index, x, reduce)[group]
+
+
+def _baseline(
+    baseline: str,
+    scores: Tensor,
+    is_scored: Tensor,
+    group: Tensor,
+    mean: Tensor,
+    mask: Tensor | None,
+) -> Tensor:
+    if baseline == "none":
+        return torch.zeros_like(scores)
+    if baseline == "length_weighted":
+        assert mask is not None
+        length = torch.where(is_scored, (mask != 0).sum(1, keepdim=True).double(), 0.0)
+        weighted = torch.where(length > 0, scores * length, 0.0)
+        return _group_sum(weighted, group) / _group_sum(length, group).clamp(min=1)
+    return mean
+
+
+def _inverse_batch_std(scores: Tensor, is_scored: Tensor, ddof: int, eps: float) -> Tensor:
+    """1 / (std + eps) per objective over every scored sample; 0 when they are all equal."""
+    count = is_scored.sum(0)
+    mean = scores.sum(0) / count.clamp(min=1)
+    deviation = torch.where(is_scored, scores - mean, 0.0)
+    std = (deviation.square().sum(0) / (count - ddof).clamp(min=1)).sqrt()
+    first = scores.gather(0, is_scored.int().argmax(0, keepdim=True))
+    all_equal = ((scores == first) | ~is_scored).all(0) & first.isfinite().squeeze(0)
+    return torch.where(all_equal, 0.0, 1 / (std + eps))

@@ -1,0 +1,3 @@
+from fastrl.ops.whiten.api import whiten
+
+__all__ = ["whiten"]

@@ -1,0 +1,34 @@
+"""``torch.ops.fastrl.masked_moments`` and ``whiten_apply``: schemas and fake kernels.
+
+They are two ops because the merge across ranks stands between them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl import _library
+
+EPS_MODES = {"rsqrt_add": 0, "rsqrt_max": 1, "std_add": 2}
+
+
+def _fake_moments(x: Tensor, mask: Tensor | None) -> Tensor:
+    return x.new_empty((3,), dtype=torch.float64)
+
+
+def _fake_apply(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape, dtype=_library.result_dtype(x.dtype))
+
+
+_library.define("masked_moments", "(Tensor x, Tensor? mask) -> Tensor", _fake_moments)
+_library.define(
+    "whiten_apply",
+    "(Tensor x, Tensor? mask, Tensor moments, int ddof, float eps, int eps_mode, bool shift_mean) -> Tensor",
+    _fake_apply,
+)
+
+masked_moments_op = torch.ops.fastrl.masked_moments.default
+whiten_apply_op = torch.ops.fastrl.whiten_apply.default
