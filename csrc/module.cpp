@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 
 #include "common/capability.h"
+#include "group_ids/group_ids.h"
 
 namespace py = pybind11;
 
@@ -31,4 +32,5 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "set_capability", [](const char* name) { return fastrl::set_capability(name); },
       py::arg("name"), "Use another instruction set from now on; False when it is not there. For tests.");
+  fastrl::bind_group_ids(m);
 }

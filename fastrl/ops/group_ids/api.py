@@ -6,10 +6,15 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from fastrl import _library
 from fastrl.errors import ArgumentError, ArgumentTypeError
 from fastrl.ops.group_ids.reference import group_ids_reference
+
+if _library.compiled_error is None:
+    from fastrl import _C
 
 
 def group_ids(labels: Tensor | np.ndarray[Any, Any] | Sequence[Hashable]) -> Tensor:
@@ -67,7 +72,9 @@ def _ids_of_array(labels: np.ndarray[Any, Any]) -> Tensor:
         )
     keys = labels
     if labels.dtype.kind in "biu":
-        keys = labels.astype(np.int64)  # uint64 wraps around, which keeps distinct values distinct
+        keys = labels.astype(
+            np.int64, copy=False
+        )  # uint64 wraps around, which keeps distinct values distinct
     elif labels.dtype.kind == "f" and labels.dtype.itemsize <= 8:
         values = labels.astype(np.float64) + 0.0  # -0.0 becomes 0.0: equal numbers, equal bits
         nan = np.flatnonzero(np.isnan(values))
@@ -78,5 +85,9 @@ def _ids_of_array(labels: np.ndarray[Any, Any]) -> Tensor:
 
 def _compiled_or_reference(keys: Any, labels: Any) -> Tensor:
     """The compiled routine knows strings and integers; it returns None for whatever else a dict can hold."""
+    if _library.compiled_error is None:
+        ids = _C.group_ids(keys)
+        if ids is not None:
+            return torch.from_numpy(ids)
     # object arrays hold the labels themselves; other arrays become numpy scalars, which hash like Python's numbers
     return group_ids_reference(list(labels))

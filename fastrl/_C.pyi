@@ -1,0 +1,9 @@
+"""The compiled module; csrc/module.cpp is its definition."""
+
+from typing import Any
+
+import numpy as np
+
+def build_info() -> dict[str, Any]: ...
+def set_capability(name: str) -> bool: ...
+def group_ids(labels: Any) -> np.ndarray[Any, np.dtype[np.int64]] | None: ...
