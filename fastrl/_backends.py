@@ -44,6 +44,8 @@ def resolve(op: str, impl: str, device: torch.device) -> str:
 
     ``FASTRL_IMPL`` (read when fastrl is imported) replaces ``"auto"``; an explicit ``impl=`` argument wins over it.
     """
+    if torch.compiler.is_compiling():  # a trace must not depend on what earlier calls have cached
+        return _resolve(op, impl, device.type)
     key = (op, impl, device.type)
     found = _chosen.get(key)
     if found is None:

@@ -13,12 +13,21 @@ from typing import Any
 import torch
 
 _LIBRARY = torch.library.Library("fastrl", "DEF")
+_DISPATCH_KEYS = ("CPU",)
+
+# Filled when an operator is defined: a look-up in a dict can be traced, a question to the dispatcher cannot.
+_kernels: dict[str, tuple[str, ...]] = {}
 
 
 def define(name: str, signature: str, fake: Callable[..., Any]) -> None:
     """Declare operator ``fastrl::name`` with its schema and the function that gives output shapes and dtypes."""
     _LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"fastrl::{name}", fake, lib=_LIBRARY)
+    _kernels[name] = tuple(
+        key
+        for key in _DISPATCH_KEYS
+        if torch._C._dispatch_has_kernel_for_dispatch_key(f"fastrl::{name}", key)
+    )
 
 
 def result_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -27,8 +36,8 @@ def result_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def has_kernel(name: str, dispatch_key: str) -> bool:
-    """Whether an implementation of ``fastrl::name`` is registered for a dispatch key such as ``"CPU"``."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"fastrl::{name}", dispatch_key))
+    """Whether the compiled module implements ``fastrl::name`` for a dispatch key such as ``"CPU"``."""
+    return dispatch_key in _kernels.get(name, ())
 
 
 def _load_compiled() -> str | None:

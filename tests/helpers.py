@@ -82,3 +82,8 @@ def with_threads(count: int, call: Callable[[], Tensor]) -> Tensor:
         return call()
     finally:
         torch.set_num_threads(before)
+
+
+def leaf(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy of ``x`` that collects gradients."""
+    return x.detach().clone().to(dtype or x.dtype).requires_grad_()

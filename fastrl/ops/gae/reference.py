@@ -63,7 +63,7 @@ def gae_reference(
             advantages[t] = torch.where(valid, advantages[t], advantages[t].detach())
             returns[t] = torch.where(valid, returns[t], returns[t].detach())
     if not advantages:
-        return r.new_zeros(r.shape), r.new_zeros(r.shape)
+        return r + v, r + v  # no elements, but part of the graph
     return torch.stack(advantages, 1), torch.stack(returns, 1)
 
 
