@@ -6,18 +6,26 @@ from fastrl.ops.discounted_returns import discounted_returns
 from fastrl.ops.gae import GAE, gae
 from fastrl.ops.group_advantages import group_advantages
 from fastrl.ops.group_ids import group_ids
+from fastrl.ops.policy_loss import POLICY_METRICS, PolicyLoss, policy_loss
 from fastrl.ops.token_logprobs import LogProbs, token_logprobs
+from fastrl.ops.value_loss import VALUE_METRICS, ValueLoss, value_loss
 from fastrl.ops.whiten import whiten
 
 __all__ = [
     "__version__",
     "GAE",
     "LogProbs",
+    "POLICY_METRICS",
+    "PolicyLoss",
+    "VALUE_METRICS",
+    "ValueLoss",
     "affine_scan",
     "discounted_returns",
     "gae",
     "group_advantages",
     "group_ids",
+    "policy_loss",
     "token_logprobs",
+    "value_loss",
     "whiten",
 ]
