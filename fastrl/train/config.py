@@ -47,7 +47,7 @@ class ModelConfig:
     """Attention heads of the tiny model."""
     alphabet: str = "0123456789+-=> "
     """Characters of the tiny model's tokenizer, one token each."""
-    autocast: Literal["none", "bfloat16", "float16"] = "none"
+    autocast: Literal["none", "bfloat16"] = "none"
     """Precision of the matrix products; weights, optimiser and losses stay in float32."""
     share_prompts: bool = True
     """Run each distinct prompt of a micro-batch once and let its samples attend to the result."""
@@ -154,7 +154,8 @@ class LossConfig:
         "seq_mean_token_mean",
         "seq_mean_token_sum_norm",
     ] = "token_mean"
-    """How token losses become one number; the norm of the last one is max_new_tokens (Dr. GRPO)."""
+    """How token losses become one number; the last one divides by sequences x max_new_tokens
+    (Dr. GRPO)."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
 
@@ -319,6 +320,11 @@ class Config:
             raise ValueError(
                 f"config: optim.mini_batches must be at most rollout.prompts = {self.rollout.prompts} "
                 f"(groups are not split), got {self.optim.mini_batches}"
+            )
+        if self.algorithm == "grpo" and self.rollout.samples < 2 and self.grpo.baseline != "none":
+            raise ValueError(
+                "config: rollout.samples must be at least 2 for grpo, which compares the samples of a "
+                f'prompt, got {self.rollout.samples}; raise it, or set algorithm = "ppo"'
             )
         if "{question}" not in self.task.template:
             raise ValueError(

@@ -20,7 +20,15 @@ from torch import Tensor, nn
 
 from fastrl.train.config import ModelConfig
 
-__all__ = ["Inputs", "Policy", "ValueModel", "autocast", "completion_hidden", "load_policy"]
+__all__ = [
+    "Inputs",
+    "Policy",
+    "ValueModel",
+    "autocast",
+    "completion_hidden",
+    "keys_and_values",
+    "load_policy",
+]
 
 
 class Inputs(NamedTuple):
@@ -122,8 +130,9 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        # float32 even under autocast: bfloat16 has too few digits for a difference of values.
+    def score(self, hidden: Tensor) -> Tensor:
+        """Values [...] of hidden states [..., H], in float32."""
+        # bfloat16 has too few digits for the difference of two values.
         with torch.autocast(hidden.device.type, enabled=False):
             return cast(Tensor, self.head(hidden.float())).squeeze(-1)
 
@@ -165,23 +174,24 @@ def completion_hidden(trunk: nn.Module, inputs: Inputs, *, share_prompts: bool) 
     first = prompts.last_hidden_state[:, -1].index_select(0, inputs.prompt_of)[:, None]
     if num_columns == 1:
         return cast(Tensor, first)
-    cache = prompts.past_key_values
-    cache.batch_select_indices(inputs.prompt_of)
+    cache = keys_and_values(prompts)
+    next(iter(cache.values())).batch_select_indices(inputs.prompt_of)
     rest = trunk(
-        input_ids=earlier,
-        attention_mask=mask,
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
+        input_ids=earlier, attention_mask=mask, position_ids=positions, use_cache=True, **cache
     )
     return torch.cat([first, rest.last_hidden_state], 1)
 
 
+def keys_and_values(output: Any) -> dict[str, Any]:
+    """The cache in `output`, as the keyword argument that gives it to the next call of a trunk."""
+    # transformers 5 renamed past_key_values to cache and warns about the old name.
+    name = "cache" if "cache" in output.__dataclass_fields__ else "past_key_values"
+    return {name: getattr(output, name)}
+
+
 def autocast(config: ModelConfig, device: torch.device) -> AbstractContextManager[Any]:
     """The precision of `config.autocast` for the forward passes inside the context."""
-    enabled = config.autocast != "none"
-    dtype = torch.float16 if config.autocast == "float16" else torch.bfloat16
-    return torch.autocast(device.type, dtype=dtype, enabled=enabled)
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.autocast == "bfloat16")
 
 
 # --- loading -----------------------------------------------------------------------------------

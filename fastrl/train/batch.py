@@ -1,0 +1,213 @@
+"""One rollout as tensors, cut into mini-batches (one optimiser step) and micro-batches (one forward).
+
+Sizes: B completions of at most C tokens; U prompts of at most P tokens; N trained tokens of a
+micro-batch. Losses are computed on packed tokens [N] with `cu_seqlens`; every micro-batch divides by
+the counts of its whole mini-batch, so how a mini-batch is cut changes no gradient beyond rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import fastrl
+from fastrl.envs import Trajectory
+from fastrl.train.config import Config
+from fastrl.train.models import Inputs
+from fastrl.train.seeding import derived_seed
+
+__all__ = [
+    "Batch",
+    "MicroBatch",
+    "MiniBatch",
+    "fill",
+    "make_batch",
+    "plan_updates",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """The completions of one rollout. Left-padded prompts, right-padded completions, on the CPU."""
+
+    prompt_ids: Tensor  # int64 [U, P]
+    prompt_mask: Tensor  # bool [U, P]
+    groups: Tensor  # int64 [B], which prompt a completion answers
+    completion_ids: Tensor  # int64 [B, C]
+    completion_mask: Tensor  # bool [B, C], tokens that exist
+    mask: Tensor  # bool [B, C], tokens trained on
+    rewards: Tensor  # float64 [B, K], NaN where not scored
+    totals: Tensor  # float64 [B], NaN where nothing was scored
+
+
+class MicroBatch(NamedTuple):
+    """The tokens of one forward and backward pass."""
+
+    inputs: Inputs
+    tokens: Tensor  # int64 [N], the trained tokens
+    hidden_index: (
+        Tensor  # int64 [N], their places in the flattened hidden states of this micro-batch
+    )
+    batch_index: Tensor  # int64 [N], their places in a flattened [B, C] tensor of the batch
+    cu_seqlens: Tensor  # int64 [rows + 1]
+
+
+class MiniBatch(NamedTuple):
+    """What one optimiser step trains on, with its global counts."""
+
+    micro_batches: list[MicroBatch]
+    num_tokens: int
+    num_sequences: int
+
+    def denominator(self, agg: str, max_new_tokens: int) -> float | None:
+        """The `denom` with which the losses of all micro-batches add up to that of the mini-batch."""
+        if agg == "token_sum":
+            return None
+        if agg == "token_mean":
+            return max(self.num_tokens, 1)
+        # A constant length in place of the longest of the batch, so a batch's width has no influence.
+        scale = max_new_tokens if agg == "seq_mean_token_sum_norm" else 1
+        return max(self.num_sequences, 1) * scale
+
+
+def make_batch(trajectories: Sequence[Trajectory], reward_names: Sequence[str]) -> Batch:
+    """The tensors of `trajectories`; completions with one uid share one prompt and form one group.
+
+    A completion that no reward scored keeps its place, but none of its tokens is trained on.
+    """
+    groups = fastrl.group_ids([t.uid for t in trajectories])
+    prompts: dict[int, tuple[int, ...]] = {}
+    for group, trajectory in zip(groups.tolist(), trajectories, strict=True):
+        prompts.setdefault(group, trajectory.prompt_ids)
+    prompt_ids, prompt_mask = _padded(list(prompts.values()), left=True)
+    completion_ids, completion_mask = _padded([t.completion_ids for t in trajectories])
+    trained, _ = _padded([t.mask for t in trajectories])
+    nan = math.nan
+    totals = torch.tensor(
+        [nan if t.reward is None else t.reward for t in trajectories], dtype=torch.float64
+    )
+    parts = [[t.reward_parts[name] for name in reward_names] for t in trajectories]
+    rewards = torch.tensor(
+        [[nan if v is None else v for v in row] for row in parts], dtype=torch.float64
+    )
+    return Batch(
+        prompt_ids=prompt_ids,
+        prompt_mask=prompt_mask,
+        groups=groups,
+        completion_ids=completion_ids,
+        completion_mask=completion_mask,
+        mask=completion_mask & (trained != 0) & ~totals.isnan()[:, None],
+        rewards=rewards,
+        totals=totals,
+    )
+
+
+def _padded(rows: Sequence[Sequence[int]], *, left: bool = False) -> tuple[Tensor, Tensor]:
+    width = max(len(row) for row in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    mask = torch.zeros(len(rows), width, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        place = slice(width - len(row), width) if left else slice(0, len(row))
+        ids[i, place] = torch.tensor(row, dtype=torch.int64)
+        mask[i, place] = True
+    return ids, mask
+
+
+def plan_updates(
+    batch: Batch, config: Config, *, step: int, epoch: int, device: torch.device
+) -> list[MiniBatch]:
+    """The mini-batches of one pass, in order. Prompts are shuffled by seed, step and epoch."""
+    shuffle = torch.Generator().manual_seed(derived_seed(config.seed, "shuffle", step, epoch))
+    order = torch.randperm(batch.prompt_ids.shape[0], generator=shuffle)
+    # Rows without a trained token would only cost time.
+    is_trained = batch.mask.any(1)
+    mini_batches = []
+    for prompts in order.tensor_split(config.optim.mini_batches):
+        rows = (torch.isin(batch.groups, prompts) & is_trained).nonzero().squeeze(1)
+        mini_batches.append(
+            MiniBatch(
+                [
+                    _micro_batch(batch, torch.tensor(r), device)
+                    for r in _split(
+                        batch,
+                        rows.tolist(),
+                        config.optim.micro_batch_tokens,
+                        config.model.share_prompts,
+                    )
+                ],
+                num_tokens=int(batch.mask[rows].sum()),
+                num_sequences=len(rows),
+            )
+        )
+    return mini_batches
+
+
+def _split(batch: Batch, rows: list[int], budget: int, share_prompts: bool) -> list[list[int]]:
+    """`rows` sorted by length and cut so that each part has at most `budget` padded tokens.
+
+    A part has one row or more, even when that row alone is over the budget. With `share_prompts` the
+    rows of a prompt stay side by side, because a prompt is computed once per part it appears in.
+    """
+    prompt_length = batch.prompt_mask.sum(1)[batch.groups].tolist()
+    length = batch.completion_mask.sum(1).tolist()
+    group = batch.groups.tolist()
+    if share_prompts:
+        rows = sorted(rows, key=lambda r: (prompt_length[r], group[r], length[r]))
+    else:
+        rows = sorted(rows, key=lambda r: (prompt_length[r] + length[r], r))
+    parts: list[list[int]] = []
+    for row in rows:
+        part = [*parts[-1], row] if parts else []
+        num_prompts = len({group[r] for r in part}) if share_prompts else len(part)
+        width = max((prompt_length[r] for r in part), default=0)
+        cost = num_prompts * width + len(part) * max((length[r] for r in part), default=0)
+        if part and cost <= budget:
+            parts[-1] = part
+        else:
+            parts.append([row])
+    return parts
+
+
+def _micro_batch(batch: Batch, rows: Tensor, device: torch.device) -> MicroBatch:
+    prompts, prompt_of = torch.unique(batch.groups[rows], return_inverse=True)
+    prompt_mask = batch.prompt_mask[prompts]
+    first = batch.prompt_mask.shape[1] - int(prompt_mask.sum(1).max())
+    completion_mask = batch.completion_mask[rows]
+    width = int(completion_mask.sum(1).max())
+    mask = batch.mask[rows, :width]
+    row, column = mask.nonzero(as_tuple=True)
+    tensors = (
+        batch.prompt_ids[prompts, first:],
+        prompt_mask[:, first:],
+        prompt_of,
+        batch.completion_ids[rows, :width],
+        completion_mask[:, :width],
+        batch.completion_ids[rows][row, column],
+        row * width + column,
+        rows[row] * batch.mask.shape[1] + column,
+        torch.cat([torch.zeros(1, dtype=torch.int64), mask.sum(1).cumsum(0)]),
+    )
+    moved = [t.to(device, non_blocking=True) for t in tensors]
+    return MicroBatch(Inputs(*moved[:5]), *moved[5:])
+
+
+def fill(
+    batch: Batch, plan: Sequence[MiniBatch], compute: Callable[[MicroBatch], Sequence[Tensor]]
+) -> list[Tensor]:
+    """What `compute` returns for each micro-batch of `plan`, [N] each, put together as [B, C].
+
+    Positions that are not trained on hold 0.
+    """
+    results: list[Tensor] = []
+    for micro in (m for mini in plan for m in mini.micro_batches):
+        values = compute(micro)
+        if not results:
+            results = [v.new_zeros(batch.mask.numel()) for v in values]
+        for result, value in zip(results, values, strict=True):
+            result.index_copy_(0, micro.batch_index, value)
+    return [result.view(batch.mask.shape) for result in results]

@@ -1,0 +1,124 @@
+"""GRPO: the advantage of a completion is its reward compared with others of the same prompt.
+
+One number per completion, shared by all of its tokens; no critic. The KL to the reference is a term of
+the loss. Dr. GRPO is grpo.scale = "none" with loss.agg = "seq_mean_token_sum_norm"; GSPO is loss.ratio
+= "sequence"; DAPO is a larger loss.clip_high; RLOO is grpo.baseline = "leave_one_out" with scale "none".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import fastrl
+from fastrl.train.batch import Batch, MicroBatch, MiniBatch, fill
+from fastrl.train.config import Config
+from fastrl.train.forward import policy_outputs
+from fastrl.train.metrics import StepMetrics, Timer
+from fastrl.train.models import Policy
+
+__all__ = ["GRPO"]
+
+
+class Targets(NamedTuple):
+    """Constants of one rollout, [B, C]."""
+
+    old_logp: Tensor
+    advantages: Tensor
+    ref_logp: Tensor | None
+
+
+class GRPO:
+    """Group-relative policy optimisation."""
+
+    def __init__(self, config: Config, policy: Policy, timer: Timer) -> None:
+        self.config = config
+        self.policy = policy
+        self.timer = timer
+        self.reference = policy.frozen_copy() if config.kl.coef else None
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """What the optimiser trains, with learning rates."""
+        return [{"params": list(self.policy.parameters()), "lr": self.config.optim.lr}]
+
+    def modules(self) -> dict[str, nn.Module]:
+        """What a checkpoint must hold."""
+        return {"policy": self.policy.model}
+
+    def state(self) -> dict[str, float]:
+        """Numbers that a checkpoint must hold."""
+        return {}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Take back what `state` returned."""
+
+    def targets(self, batch: Batch, plan: list[MiniBatch]) -> Targets:
+        """Log-probabilities of the sampling policy and the reference, and the advantages."""
+        policies = [self.policy, *([self.reference] if self.reference else [])]
+
+        def logps(micro: MicroBatch) -> list[Tensor]:
+            return [policy_outputs(p, micro, self.config, self.timer).logp for p in policies]
+
+        with torch.no_grad():
+            old_logp, *ref_logp = fill(batch, plan, logps)
+        options, rewards = self.config.grpo, self.config.task.rewards
+        scores = batch.rewards if options.normalise_each else batch.totals
+        with self.timer("fastrl"):
+            advantages = fastrl.group_advantages(
+                scores,
+                batch.groups,
+                baseline=options.baseline,
+                scale=options.scale,
+                ddof=options.ddof,
+                eps=options.eps,
+                weights=[r.weight for r in rewards] if options.normalise_each else None,
+                mask=batch.mask,
+            )
+        advantages = advantages.to(old_logp.device, torch.float32)
+        return Targets(old_logp, advantages, ref_logp[0] if ref_logp else None)
+
+    def loss(
+        self, micro: MicroBatch, mini: MiniBatch, targets: Targets, metrics: StepMetrics
+    ) -> Tensor:
+        """The share of one micro-batch in the loss of its mini-batch."""
+        options, kl = self.config.loss, self.config.kl
+        out = policy_outputs(self.policy, micro, self.config, self.timer, entropy=True)
+        old_logp, advantages = (
+            t.flatten()[micro.batch_index] for t in (targets.old_logp, targets.advantages)
+        )
+        ref_logp = None
+        if targets.ref_logp is not None:
+            ref_logp = targets.ref_logp.flatten()[micro.batch_index]
+        with self.timer("fastrl"):
+            result = fastrl.policy_loss(
+                out.logp,
+                old_logp,
+                advantages,
+                ratio=options.ratio,
+                surrogate=options.surrogate,
+                clip_low=options.clip_low,
+                clip_high=options.clip_high,
+                dual_clip=options.dual_clip,
+                ratio_cap=options.ratio_cap,
+                ref_logp=ref_logp,
+                kl=None if ref_logp is None else kl.estimator,
+                kl_grad=kl.grad,
+                kl_coef=kl.coef,
+                entropy=out.entropy,
+                entropy_coef=options.entropy_coef,
+                agg=options.agg,
+                denom=mini.denominator(options.agg, self.config.rollout.max_new_tokens),
+                cu_seqlens=micro.cu_seqlens,
+            )
+        metrics.policy(result)
+        return result.loss
+
+    def finish(self, metrics: dict[str, float]) -> None:
+        """Add metrics of this algorithm and adapt what adapts from step to step."""
+        if self.reference is None:
+            metrics.pop("kl/ref", None)
+        else:
+            metrics["kl/coef"] = self.config.kl.coef

@@ -1,0 +1,164 @@
+"""The record of a run: JSON lines always, TensorBoard where installed, a progress bar on a terminal.
+
+A run folder holds config.toml, metrics.jsonl (one object per step), eval.jsonl, samples.jsonl (one
+trajectory per line) and checkpoints/. Every line carries its step, so a resumed run can cut off what
+was written after the checkpoint it continues from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from fastrl.envs import Trajectory, write_trajectories
+from fastrl.train import config as configs
+from fastrl.train.config import Config
+from fastrl.train.metrics import check_names
+
+__all__ = ["Journal"]
+
+_FILES = ("metrics.jsonl", "eval.jsonl", "samples.jsonl")
+
+
+class Journal:
+    """Writes and shows what a run reports. A context manager, which owns the progress bar."""
+
+    def __init__(self, run_dir: Path, config: Config) -> None:
+        self._run_dir = run_dir
+        self._config = config
+        self._console = Console()
+        self._tensorboard: Any = None
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[figures]}"),
+            console=self._console,
+            disable=not (config.log.progress and self._console.is_terminal),
+        )
+        self._job = self._bar.add_task(config.algorithm, total=config.steps, figures="")
+
+    def open(self, start: int) -> None:
+        """Begin at step `start`: save the configuration, cut records of later steps."""
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        (self._run_dir / "config.toml").write_text(configs.dumps(self._config), encoding="utf-8")
+        for name in _FILES:
+            _cut(self._run_dir / name, start)
+        self._bar.update(self._job, completed=start)
+        if self._config.log.tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                return
+            self._tensorboard = SummaryWriter(
+                str(self._run_dir / "tensorboard"), purge_step=start + 1
+            )
+
+    def __enter__(self) -> Journal:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def say(self, message: str) -> None:
+        """Print one line."""
+        self._console.print(Text(message))
+
+    def metrics(self, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of one step; their names must be defined in `metrics.METRICS`."""
+        check_names(metrics)
+        self._append("metrics.jsonl", metrics)
+        step = int(metrics["step"])
+        if self._tensorboard is not None:
+            for name, value in metrics.items():
+                self._tensorboard.add_scalar(name, value, step)
+        figures = _figures(metrics)
+        self._bar.update(self._job, completed=step, figures=figures)
+        if self._config.log.progress and not self._console.is_terminal:
+            self.say(f"step {step}/{self._config.steps}  {figures}")
+
+    def evaluation(self, result: Mapping[str, float]) -> None:
+        """Record one evaluation on the held-out questions."""
+        self._append("eval.jsonl", result)
+        if self._tensorboard is not None:
+            for name in ("accuracy", "reward"):
+                self._tensorboard.add_scalar(f"eval/{name}", result[name], int(result["step"]))
+        self.say(
+            f"held out after step {int(result['step'])}: accuracy {result['accuracy']:.3f}, "
+            f"reward {result['reward']:.3f} ({int(result['questions'])} questions)"
+        )
+
+    def samples(self, trajectories: Sequence[Trajectory]) -> None:
+        """Record and print some completions."""
+        write_trajectories(self._run_dir / "samples.jsonl", trajectories)
+        if not self._config.log.progress:
+            return
+        table = Table("prompt", "completion", "answer", "reward", title_justify="left")
+        for t in trajectories:
+            reward = "not scored" if t.reward is None else f"{t.reward:.3f}"
+            # Text, because square brackets in a string would be read as markup.
+            cells = (t.prompt[-200:], t.completion[:200], t.answer[:80], reward)
+            table.add_row(*(Text(cell) for cell in cells))
+        self._console.print(table)
+
+    def sync(self) -> None:
+        """Wait until all records are on the disk, so that none is older than a checkpoint."""
+        for name in _FILES:
+            if (self._run_dir / name).exists():
+                with open(self._run_dir / name, "a") as file:
+                    os.fsync(file.fileno())
+
+    def _append(self, name: str, record: Mapping[str, float]) -> None:
+        # JSON has no NaN; null stands for a figure that is not defined.
+        line = {k: None if not math.isfinite(v) else v for k, v in record.items()}
+        with open(self._run_dir / name, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+
+
+def _cut(path: Path, last: int) -> None:
+    """Remove the lines of steps after `last`, and a last line that a crash left unfinished."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record["step"] <= last:
+            kept.append(line + "\n")
+    draft = path.with_suffix(".tmp")
+    draft.write_text("".join(kept), encoding="utf-8")
+    shutil.move(draft, path)
+
+
+def _figures(metrics: Mapping[str, float]) -> str:
+    """The figures beside the progress bar."""
+    parts = [f"reward {metrics['reward/mean']:.3f}"]
+    if "kl/ref" in metrics:
+        parts.append(f"kl {metrics['kl/ref']:.4f}")
+    if "policy/clip_fraction" in metrics:
+        parts.append(f"clip {metrics['policy/clip_fraction']:.3f}")
+    parts.append(f"{metrics['throughput/tokens_per_second']:.0f} tok/s")
+    parts.append(f"{metrics['time/step']:.2f} s")
+    return "  ".join(parts)

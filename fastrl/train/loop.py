@@ -1,0 +1,309 @@
+"""The training loop, top to bottom: collect, score, advantages, mini-batches, loss, step, log.
+
+What is left out on purpose: no distributed launcher, no asynchronous sampling, no reward model server.
+PPO and GRPO are two files with one interface (`Algorithm`); everything they share is here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fastrl.envs import Trajectory
+from fastrl.train import checkpoint
+from fastrl.train.batch import Batch, MicroBatch, MiniBatch, make_batch, plan_updates
+from fastrl.train.collect import collect, evaluate, is_correct, make_task
+from fastrl.train.config import Config
+from fastrl.train.grpo import GRPO
+from fastrl.train.journal import Journal
+from fastrl.train.metrics import StepMetrics, Timer
+from fastrl.train.models import load_policy
+from fastrl.train.ppo import PPO
+from fastrl.train.rollout import TransformersGenerator
+from fastrl.train.seeding import set_up
+
+__all__ = ["Algorithm", "Outcome", "train"]
+
+
+class Algorithm(Protocol):
+    """What differs between PPO and GRPO."""
+
+    def parameter_groups(self) -> list[dict[str, Any]]: ...
+    def modules(self) -> dict[str, nn.Module]: ...
+    def state(self) -> dict[str, float]: ...
+    def load_state(self, state: Mapping[str, float]) -> None: ...
+    def targets(self, batch: Batch, plan: list[MiniBatch]) -> Any: ...
+    def loss(
+        self, micro: MicroBatch, mini: MiniBatch, targets: Any, metrics: StepMetrics
+    ) -> Tensor: ...
+    def finish(self, metrics: dict[str, float]) -> None: ...
+
+
+class Outcome(NamedTuple):
+    """How a call of `train` ended: steps finished in all, and the signal that stopped it, or 0."""
+
+    step: int
+    stopped_by: int
+
+
+def train(config: Config, run_dir: Path, *, resume: bool = False) -> Outcome:
+    """Run `config` in the folder `run_dir`, from the newest checkpoint there when `resume`.
+
+    SIGINT and SIGTERM end the run after the step in progress, with a checkpoint. The same
+    configuration on the same machine gives the same numbers, whether or not a run was interrupted.
+
+    Raises ValueError when the folder already holds a run and `resume` is not set, or when the
+    configuration does not fit; FloatingPointError when the loss is no longer finite.
+    """
+    _refuse_to_overwrite(run_dir, resume)
+    device = set_up(config)
+    task = make_task(config)
+    policy = load_policy(config.model, seed=config.seed, device=device)
+    timer = Timer()
+    algorithms: dict[str, type[GRPO] | type[PPO]] = {"grpo": GRPO, "ppo": PPO}
+    algorithm: Algorithm = algorithms[config.algorithm](config, policy, timer)
+    generator = TransformersGenerator(policy, config.model, batch_size=config.rollout.batch_size)
+    optimizer = _optimizer(config, algorithm)
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    journal = Journal(run_dir, config)
+    start = _resume(run_dir, journal, algorithm, optimizer) if resume else 0
+    journal.open(start)
+
+    with journal, _stop_signals(journal) as stopped_by:
+        if start == 0 and config.eval.size:
+            journal.evaluation(evaluate(config, task, policy, generator, step=0))
+        step = saved = start
+        while step < config.steps and not stopped_by:
+            timer.reset()
+            started = time.perf_counter()
+            metrics = StepMetrics()
+
+            # Collect: several completions of each of this step's questions.
+            # Score: every reward of every completion; a completion may stay without one.
+            trajectories = collect(config, task, policy, generator, timer, step=step)
+            batch = make_batch(trajectories, [reward.name for reward in task.rewards])
+
+            # Advantages. The plan of the first epoch is made before, so that the log-probabilities
+            # of the rollout come from the very micro-batches that the first update trains on.
+            plan = plan_updates(batch, config, step=step, epoch=0, device=device)
+            has_tokens = bool(batch.mask.any())
+            if has_tokens:
+                with timer("forward_backward"):
+                    targets = algorithm.targets(batch, plan)
+
+            # Mini-batches: each is one optimiser step, its gradient summed over micro-batches.
+            _set_learning_rate(config, optimizer, step)
+            for epoch in range(config.optim.epochs if has_tokens else 0):
+                if epoch:
+                    plan = plan_updates(batch, config, step=step, epoch=epoch, device=device)
+                for mini in plan:
+                    if not mini.micro_batches:
+                        continue
+                    with timer("forward_backward"):
+                        for micro in mini.micro_batches:
+                            algorithm.loss(micro, mini, targets, metrics).backward()
+                    with timer("optimizer"):
+                        limit = config.optim.max_grad_norm
+                        norm = nn.utils.clip_grad_norm_(
+                            trained, math.inf if limit is None else limit
+                        )
+                        metrics.grad_norm(norm)
+                        optimizer.step()
+                        optimizer.zero_grad(set_to_none=True)
+
+            # Log. Reading the metrics is the one place where the host waits for the device.
+            step += 1
+            with timer("forward_backward"):
+                figures = metrics.result()
+            algorithm.finish(figures)
+            figures |= _rollout_metrics(config, trajectories, batch)
+            figures["optim/lr"] = optimizer.param_groups[0]["lr"]
+            figures |= _times(timer, time.perf_counter() - started, trajectories)
+            journal.metrics({"step": step, **figures})
+            _check_finite(figures, step)
+            if config.log.samples_every and (step - 1) % config.log.samples_every == 0:
+                kept = _with_logprobs(trajectories, targets if has_tokens else None, batch, config)
+                journal.samples(kept)
+            if config.eval.size and _is_due(step, config.eval.every, config.steps):
+                journal.evaluation(evaluate(config, task, policy, generator, step=step))
+            if config.checkpoint.every and step % config.checkpoint.every == 0:
+                _save(run_dir, journal, config, algorithm, optimizer, step)
+                saved = step
+
+        if saved < step and (stopped_by or config.checkpoint.final):
+            _save(run_dir, journal, config, algorithm, optimizer, step)
+        if stopped_by:
+            journal.say(f"stopped after step {step}; --resume continues from here")
+        return Outcome(step, stopped_by[0] if stopped_by else 0)
+
+
+# --- figures -----------------------------------------------------------------------------------
+
+
+def _rollout_metrics(
+    config: Config, trajectories: Sequence[Trajectory], batch: Batch
+) -> dict[str, float]:
+    count = len(trajectories)
+    scored = batch.totals[~batch.totals.isnan()]
+    lengths = [len(t.completion_ids) for t in trajectories]
+    ranges: dict[str, list[float]] = {}
+    for t in trajectories:
+        ranges.setdefault(t.uid, []).extend([] if t.reward is None else [t.reward])
+    same = sum(max(r, default=0.0) == min(r, default=0.0) for r in ranges.values())
+    part_names = list(trajectories[0].reward_parts)
+    return {
+        "reward/mean": float(scored.mean()),
+        "reward/std": float(scored.std(correction=0)) if len(scored) else math.nan,
+        **{
+            f"reward/part/{n}": float(batch.rewards[:, k].nanmean())
+            for k, n in enumerate(part_names)
+        },
+        "reward/correct": sum(is_correct(config, t.reward_parts) for t in trajectories) / count,
+        "reward/unscored": 1 - len(scored) / count,
+        "group/zero_variance": same / len(ranges),
+        "completion/length_mean": sum(lengths) / count,
+        "completion/length_max": max(lengths),
+        "completion/finished": sum(t.finished for t in trajectories) / count,
+    }
+
+
+def _times(timer: Timer, total: float, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    names = ("sample", "score", "forward_backward", "optimizer", "fastrl")
+    times = {f"time/{name}": timer.seconds[name] for name in names}
+    return {
+        **times,
+        "time/other": total - sum(times.values()),
+        "time/step": total,
+        "throughput/tokens_per_second": sum(len(t.completion_ids) for t in trajectories) / total,
+    }
+
+
+def _with_logprobs(
+    trajectories: Sequence[Trajectory], targets: Any, batch: Batch, config: Config
+) -> list[Trajectory]:
+    """The first completions of a step as they are recorded, with the log-probabilities trained on."""
+    kept = []
+    for row, trajectory in enumerate(trajectories[: config.log.samples]):
+        if targets is not None and batch.mask[row].any():
+            logprobs = targets.old_logp[row, : len(trajectory.completion_ids)].tolist()
+            trajectory = dataclasses.replace(trajectory, logprobs=tuple(logprobs))
+        kept.append(trajectory)
+    return kept
+
+
+def _check_finite(figures: Mapping[str, float], step: int) -> None:
+    norm, bad = figures.get("optim/grad_norm", 0.0), figures.get("policy/nonfinite", 0.0)
+    if not math.isfinite(norm) or bad:
+        raise FloatingPointError(
+            f"train: step {step} had {int(bad)} tokens with non-finite inputs of the loss and gradient "
+            f"norm {norm}; resume from the last checkpoint with a lower optim.lr"
+        )
+
+
+# --- optimiser, checkpoints, signals -----------------------------------------------------------
+
+
+def _optimizer(config: Config, algorithm: Algorithm) -> torch.optim.AdamW:
+    options = config.optim
+    groups = [{**group, "base_lr": group["lr"]} for group in algorithm.parameter_groups()]
+    return torch.optim.AdamW(
+        groups,
+        betas=options.betas,
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        fused=True,
+    )
+
+
+def _set_learning_rate(config: Config, optimizer: torch.optim.Optimizer, step: int) -> None:
+    options = config.optim
+    factor = min((step + 1) / (options.warmup_steps + 1), 1.0)
+    progress = max(step - options.warmup_steps, 0) / max(config.steps - options.warmup_steps, 1)
+    if options.decay == "linear":
+        factor *= 1 - progress
+    elif options.decay == "cosine":
+        factor *= (1 + math.cos(math.pi * progress)) / 2
+    for group in optimizer.param_groups:
+        group["lr"] = group["base_lr"] * factor
+
+
+def _is_due(step: int, every: int, last: int) -> bool:
+    return step == last or (every > 0 and step % every == 0)
+
+
+def _save(
+    run_dir: Path,
+    journal: Journal,
+    config: Config,
+    algorithm: Algorithm,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+) -> None:
+    journal.sync()
+    tensors = {
+        **{f"{n}.safetensors": checkpoint.weights(m) for n, m in algorithm.modules().items()},
+        "optimizer.safetensors": checkpoint.optimizer_tensors(optimizer),
+        "rng.safetensors": checkpoint.rng_tensors(),
+    }
+    state = {"position": step * config.rollout.prompts, "algorithm": algorithm.state()}
+    path = checkpoint.save(
+        run_dir / "checkpoints", step, tensors, state, keep=config.checkpoint.keep
+    )
+    journal.say(f"saved {path}")
+
+
+def _resume(
+    run_dir: Path, journal: Journal, algorithm: Algorithm, optimizer: torch.optim.Optimizer
+) -> int:
+    """The step to continue from, with everything put back as it was after that step."""
+    found = checkpoint.load_latest(run_dir / "checkpoints", journal.say)
+    if found is None:
+        journal.say(f"no checkpoint in {run_dir}; starting at step 0")
+        return 0
+    for name, module in algorithm.modules().items():
+        checkpoint.load_weights(module, found.tensors[f"{name}.safetensors"])
+    checkpoint.load_optimizer(optimizer, found.tensors["optimizer.safetensors"])
+    checkpoint.restore_rng(found.tensors["rng.safetensors"])
+    algorithm.load_state(found.state["algorithm"])
+    journal.say(f"resumed from {found.path}")
+    return found.step
+
+
+def _refuse_to_overwrite(run_dir: Path, resume: bool) -> None:
+    if not resume and (run_dir / "metrics.jsonl").exists():
+        raise ValueError(
+            f"train: {run_dir} already holds a run; pass --resume to continue it, or another --run-dir"
+        )
+
+
+@contextmanager
+def _stop_signals(journal: Journal) -> Iterator[list[int]]:
+    """A list that holds the number of the first SIGINT or SIGTERM; the second SIGINT is not caught."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+        journal.say("stopping after this step, with a checkpoint; once more to stop at once")
+
+    # Python lets the main thread alone set handlers.
+    is_main = threading.current_thread() is threading.main_thread()
+    caught = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+    previous = {s: signal.signal(s, note) for s in caught}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

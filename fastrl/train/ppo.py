@@ -1,0 +1,159 @@
+"""PPO: a critic predicts the return at every token, and GAE turns its errors into token advantages.
+
+The KL to the reference is taken from the reward, token by token, with a fixed weight or one that a
+controller steers to a target. The critic is a value head on the policy's trunk or a model of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import fastrl
+from fastrl.train.batch import Batch, MicroBatch, MiniBatch, fill
+from fastrl.train.config import Config
+from fastrl.train.forward import policy_outputs, values_of
+from fastrl.train.metrics import StepMetrics, Timer
+from fastrl.train.models import Policy, ValueModel
+
+__all__ = ["PPO"]
+
+
+class Targets(NamedTuple):
+    """Constants of one rollout, [B, C]."""
+
+    old_logp: Tensor
+    advantages: Tensor
+    old_values: Tensor
+    returns: Tensor
+
+
+class PPO:
+    """Proximal policy optimisation with a critic."""
+
+    def __init__(self, config: Config, policy: Policy, timer: Timer) -> None:
+        self.config = config
+        self.policy = policy
+        self.timer = timer
+        self.reference = policy.frozen_copy() if config.kl.coef else None
+        trunk = copy.deepcopy(policy.trunk) if config.ppo.critic == "separate" else None
+        self.critic = ValueModel(policy.hidden_size, trunk).to(policy.device).eval()
+        self.kl_coef = config.kl.coef
+        self.num_steps = 0
+        self._measured_kl = 0.0
+        self._num_tokens = 0
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """What the optimiser trains, with learning rates."""
+        lr = self.config.optim.lr
+        critic_lr = lr if self.config.ppo.critic_lr is None else self.config.ppo.critic_lr
+        return [
+            {"params": list(self.policy.parameters()), "lr": lr},
+            {"params": list(self.critic.parameters()), "lr": critic_lr},
+        ]
+
+    def modules(self) -> dict[str, nn.Module]:
+        """What a checkpoint must hold."""
+        return {"policy": self.policy.model, "critic": self.critic}
+
+    def state(self) -> dict[str, float]:
+        """Numbers that a checkpoint must hold."""
+        return {"kl_coef": self.kl_coef, "num_steps": self.num_steps}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Take back what `state` returned."""
+        self.kl_coef = state["kl_coef"]
+        self.num_steps = int(state["num_steps"])
+
+    def targets(self, batch: Batch, plan: list[MiniBatch]) -> Targets:
+        """Log-probabilities and values of the rollout, token rewards, advantages and returns."""
+
+        def rollout(micro: MicroBatch) -> list[Tensor]:
+            out = policy_outputs(self.policy, micro, self.config, self.timer)
+            values = values_of(self.critic, micro, self.config, out.hidden)
+            reference = []
+            if self.reference is not None:
+                reference = [policy_outputs(self.reference, micro, self.config, self.timer).logp]
+            return [out.logp, values, *reference]
+
+        with torch.no_grad():
+            old_logp, values, *ref_logp = fill(batch, plan, rollout)
+        mask = batch.mask.to(values.device)
+        # The KL of a token is paid at that token, the score at the last token trained on.
+        rewards = torch.zeros_like(values)
+        if ref_logp:
+            divergence = (old_logp - ref_logp[0]) * mask
+            rewards -= self.kl_coef * divergence
+            self._num_tokens = int(batch.mask.sum())
+            self._measured_kl = float(divergence.sum()) / self._num_tokens
+        last = (mask.long().cumsum(1).argmax(1, keepdim=True)).to(values.device)
+        score = batch.totals.nan_to_num(0.0)[:, None].to(values)
+        rewards.scatter_add_(1, last, score)
+        options = self.config.ppo
+        with self.timer("fastrl"):
+            advantages, returns = fastrl.gae(
+                rewards, values, mask, gamma=options.gamma, lam=options.lam
+            )
+            if options.whiten:
+                advantages = fastrl.whiten(advantages, mask)
+        return Targets(old_logp, advantages, values, returns)
+
+    def loss(
+        self, micro: MicroBatch, mini: MiniBatch, targets: Targets, metrics: StepMetrics
+    ) -> Tensor:
+        """The share of one micro-batch in the loss of its mini-batch."""
+        options, ppo = self.config.loss, self.config.ppo
+        warming_up = self.num_steps < ppo.warmup_steps
+        with torch.set_grad_enabled(not warming_up):
+            out = policy_outputs(self.policy, micro, self.config, self.timer, entropy=True)
+        values = values_of(self.critic, micro, self.config, out.hidden)
+        old_logp, advantages, old_values, returns = (
+            t.flatten()[micro.batch_index] for t in targets
+        )
+        denom = mini.denominator(options.agg, self.config.rollout.max_new_tokens)
+        with self.timer("fastrl"):
+            policy_result = fastrl.policy_loss(
+                out.logp,
+                old_logp,
+                advantages,
+                ratio=options.ratio,
+                surrogate=options.surrogate,
+                clip_low=options.clip_low,
+                clip_high=options.clip_high,
+                dual_clip=options.dual_clip,
+                ratio_cap=options.ratio_cap,
+                entropy=out.entropy,
+                entropy_coef=options.entropy_coef,
+                agg=options.agg,
+                denom=denom,
+                cu_seqlens=micro.cu_seqlens,
+            )
+            value_result = fastrl.value_loss(
+                values,
+                None if ppo.value_clip is None else old_values,
+                returns,
+                clip=ppo.value_clip,
+                denom=max(mini.num_tokens, 1),
+                cu_seqlens=micro.cu_seqlens,
+            )
+        metrics.policy(policy_result)
+        metrics.value(value_result)
+        critic_term = ppo.value_coef * value_result.loss
+        return critic_term if warming_up else policy_result.loss + critic_term
+
+    def finish(self, metrics: dict[str, float]) -> None:
+        """Add metrics of this algorithm and adapt what adapts from step to step."""
+        self.num_steps += 1
+        metrics.pop("kl/ref", None)
+        if self.reference is None:
+            return
+        metrics["kl/ref"], metrics["kl/coef"] = self._measured_kl, self.kl_coef
+        kl = self.config.kl
+        if kl.target is not None:
+            # Ziegler et al. (2019): proportional control in log space, the error clipped at 20 %.
+            error = min(max(self._measured_kl / kl.target - 1, -0.2), 0.2)
+            self.kl_coef *= 1 + error * min(self._num_tokens / kl.horizon, 1)

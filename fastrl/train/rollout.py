@@ -1,0 +1,148 @@
+"""Sampling: one protocol, and its implementation on the model in training.
+
+A `Generator` turns prompts into completions. The implementation here runs the `transformers` model
+itself: each prompt once, its keys and values shared by all of its samples, finished samples taken out
+of the batch on the way. Draws depend on the seed, the prompt's place and the sample alone, not on how
+many sequences are computed side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fastrl.train.config import ModelConfig
+from fastrl.train.models import Policy, autocast, keys_and_values
+
+__all__ = ["Completion", "Generator", "TransformersGenerator"]
+
+
+class Completion(NamedTuple):
+    """Sampled tokens; with the end-of-sequence token at the end when `finished`."""
+
+    token_ids: list[int]
+    finished: bool
+
+
+class Generator(Protocol):
+    """Anything that samples completions of prompts."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        samples: int,
+        max_new_tokens: int,
+        temperature: float,
+        seed: int,
+    ) -> list[list[Completion]]:
+        """`samples` completions of each prompt; temperature 0 takes the likeliest token.
+
+        The distribution is softmax(logits / temperature) over the whole vocabulary: no top-k, top-p or
+        penalties, because the log-probabilities trained on would then be of another distribution.
+        """
+        ...
+
+
+class TransformersGenerator:
+    """Samples from a `Policy` in this process."""
+
+    def __init__(self, policy: Policy, config: ModelConfig, *, batch_size: int) -> None:
+        self._policy = policy
+        self._config = config
+        self._batch_size = batch_size
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        samples: int,
+        max_new_tokens: int,
+        temperature: float,
+        seed: int,
+    ) -> list[list[Completion]]:
+        """See `Generator.generate`."""
+        source = torch.Generator().manual_seed(seed)
+        draws = torch.rand(len(prompts), samples, max_new_tokens, generator=source)
+        per_part = max(self._batch_size // samples, 1)
+        result: list[list[Completion]] = []
+        for start in range(0, len(prompts), per_part):
+            part = slice(start, start + per_part)
+            with torch.no_grad(), autocast(self._config, self._policy.device):
+                rows = self._sample(prompts[part], draws[part].flatten(0, 1), temperature)
+            completions = [self._completion(row) for row in rows.tolist()]
+            result += [completions[i : i + samples] for i in range(0, len(completions), samples)]
+        return result
+
+    def _completion(self, row: list[int]) -> Completion:
+        for i, token in enumerate(row):
+            if token in self._policy.eos_ids:
+                return Completion(row[: i + 1], finished=True)
+        return Completion(row, finished=False)
+
+    def _sample(
+        self, prompts: Sequence[Sequence[int]], draws: Tensor, temperature: float
+    ) -> Tensor:
+        """Tokens [rows, T] for the uniform draws [rows, T]; after an end of sequence they mean nothing."""
+        policy, device = self._policy, self._policy.device
+        num_rows, num_steps = draws.shape
+        draws = draws.to(device)
+        width = max(len(p) for p in prompts)
+        ids = torch.full((len(prompts), width), policy.pad_id)
+        mask = torch.zeros(len(prompts), width + num_steps, dtype=torch.int64)
+        for i, prompt in enumerate(prompts):
+            ids[i, width - len(prompt) :] = torch.tensor(prompt)
+            mask[i, width - len(prompt) :] = 1
+        mask = mask.to(device)
+        positions = (mask[:, :width].cumsum(1) - 1).clamp_min(0)
+        out = policy.trunk(
+            input_ids=ids.to(device),
+            attention_mask=mask[:, :width],
+            position_ids=positions,
+            use_cache=True,
+        )
+        prompt_of = torch.arange(num_rows, device=device) // (num_rows // len(prompts))
+        cache = keys_and_values(out)
+        next(iter(cache.values())).batch_select_indices(prompt_of)
+        mask, position = mask[prompt_of], positions[prompt_of, -1]
+        hidden = out.last_hidden_state[prompt_of, -1]
+
+        tokens = torch.full((num_rows, num_steps), policy.eos_ids[0], device=device)
+        ends = torch.tensor(policy.eos_ids, device=device)
+        alive = torch.arange(num_rows, device=device)
+        for step in range(num_steps):
+            token = _draw(policy.head(hidden), draws[alive, step], temperature)
+            tokens[alive, step] = token
+            # Finished rows leave the batch; copying the cache for them costs less than running them.
+            keep = (~torch.isin(token, ends)).nonzero().squeeze(1)
+            if step + 1 == num_steps or keep.numel() == 0:
+                break
+            if keep.numel() < alive.numel():
+                next(iter(cache.values())).batch_select_indices(keep)
+                alive, token = alive[keep], token[keep]
+                mask, position = mask[keep], position[keep]
+            position = position + 1
+            out = policy.trunk(
+                input_ids=token[:, None],
+                attention_mask=mask[:, : width + step + 1],
+                position_ids=position[:, None],
+                use_cache=True,
+                **cache,
+            )
+            cache = keys_and_values(out)
+            hidden = out.last_hidden_state[:, -1]
+        return tokens
+
+
+def _draw(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
+    """The token of each row [R] whose stretch of the cumulative distribution holds the draw [R]."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    # float64, because the tail of a large vocabulary is below the rounding of a float32 sum.
+    cumulative = (logits.double() / temperature).softmax(-1).cumsum(-1)
+    target = uniform.double()[:, None] * cumulative[:, -1:]
+    token = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    return token.clamp_max(logits.shape[-1] - 1)
