@@ -23,24 +23,12 @@ std::optional<Tensor> dense_mask(const std::optional<Tensor>& mask, const Tensor
 Tensor masked_moments_cpu(const Tensor& x, const std::optional<Tensor>& mask) {
   const Tensor values = dense(x);
   const std::optional<Tensor> valid = dense_mask(mask, x);
-  MomentsArgs args;
-  args.x = float_view(values, "x");
-  if (valid) args.mask = mask_view(*valid);
-  args.count = values.numel();
-  args.origin = FASTRL_DISPATCH(first_valid)(args);
-
-  std::vector<Moments> chunks(static_cast<size_t>(num_chunks(args.count)));
-  const auto kernel = FASTRL_DISPATCH(moments_of_chunks);
-  torch::stable::parallel_for(
-      0, static_cast<int64_t>(chunks.size()), 4,
-      [&](int64_t first, int64_t last) { kernel(args, first, last, chunks.data()); });
-  Moments total;
-  for (const Moments& chunk : chunks) total = merged(total, chunk);
-
+  const MaskView valid_view = valid ? mask_view(*valid) : MaskView{};
+  const Moments total = moments_of(float_view(values, "x"), valid_view, values.numel());
   Tensor out = torch::stable::new_empty(x, std::array<int64_t, 1>{3}, ScalarType::Double);
   double* const moments = static_cast<double*>(out.mutable_data_ptr());
   moments[0] = total.count;
-  moments[1] = args.origin + total.mean;
+  moments[1] = total.mean;
   moments[2] = total.m2;
   return out;
 }
@@ -85,6 +73,20 @@ Tensor whiten_apply_cpu(const Tensor& x, const std::optional<Tensor>& mask, cons
 }
 
 }  // namespace
+
+Moments moments_of(const FloatView& x, const MaskView& mask, int64_t count) {
+  MomentsArgs args{x, mask, count, 0};
+  args.origin = FASTRL_DISPATCH(first_valid)(args);
+  std::vector<Moments> chunks(static_cast<size_t>(num_chunks(count)));
+  const auto kernel = FASTRL_DISPATCH(moments_of_chunks);
+  torch::stable::parallel_for(
+      0, static_cast<int64_t>(chunks.size()), 4,
+      [&](int64_t first, int64_t last) { kernel(args, first, last, chunks.data()); });
+  Moments total;
+  for (const Moments& chunk : chunks) total = merged(total, chunk);
+  total.mean += args.origin;
+  return total;
+}
 
 STABLE_TORCH_LIBRARY_IMPL(fastrl, CPU, m) {
   m.impl("masked_moments", TORCH_BOX(&masked_moments_cpu));

@@ -9,12 +9,16 @@ namespace fastrl {
 // Elements whose statistics are taken in one piece: both passes of a chunk read it from the first-level cache.
 constexpr int64_t kMomentsChunk = 4096;
 
-// Of the valid elements, measured from an origin: equal elements have mean and m2 of exactly 0.
+// Of the valid elements of a set. A chunk's are measured from an origin, one of the elements, so that equal elements
+// have a mean and m2 of exactly 0.
 struct Moments {
   double count = 0;
   double mean = 0;
   double m2 = 0;  // sum of squared deviations from the mean
 };
+
+// Of all valid elements of x [count], dense like its mask; the mean is absolute. Deterministic.
+Moments moments_of(const FloatView& x, const MaskView& mask, int64_t count);
 
 struct MomentsArgs {
   FloatView x;    // [count], dense

@@ -61,9 +61,14 @@ def group_advantages_reference(
     high = _group_extreme(scores, is_scored, group, "amax")
     all_equal = (low == high) & low.isfinite()
 
-    centred = scores - _baseline(baseline, scores, is_scored, group, mean, mask)
-    if baseline == "leave_one_out":
+    if baseline == "none":
+        centred = scores
+    elif baseline == "length_weighted":
+        centred = scores - _length_weighted_mean(scores, is_scored, group, mask)
+    elif baseline == "leave_one_out":  # s - mean of the others
         centred = (scores - mean) * (size / (size - 1).clamp(min=1))
+    else:
+        centred = scores - mean
     if baseline != "none":
         centred = torch.where(all_equal, 0.0, centred)
 
@@ -107,22 +112,13 @@ def _group_extreme(scores: Tensor, is_scored: Tensor, group: Tensor, reduce: str
     return torch.full_like(x, outside).scatter_reduce_(0, index, x, reduce)[group]
 
 
-def _baseline(
-    baseline: str,
-    scores: Tensor,
-    is_scored: Tensor,
-    group: Tensor,
-    mean: Tensor,
-    mask: Tensor | None,
+def _length_weighted_mean(
+    scores: Tensor, is_scored: Tensor, group: Tensor, mask: Tensor | None
 ) -> Tensor:
-    if baseline == "none":
-        return torch.zeros_like(scores)
-    if baseline == "length_weighted":
-        assert mask is not None
-        length = torch.where(is_scored, (mask != 0).sum(1, keepdim=True).double(), 0.0)
-        weighted = torch.where(length > 0, scores * length, 0.0)
-        return _group_sum(weighted, group) / _group_sum(length, group).clamp(min=1)
-    return mean
+    assert mask is not None
+    length = torch.where(is_scored, (mask != 0).sum(1, keepdim=True).double(), 0.0)
+    weighted = torch.where(length > 0, scores * length, 0.0)
+    return _group_sum(weighted, group) / _group_sum(length, group).clamp(min=1)
 
 
 def _inverse_batch_std(scores: Tensor, is_scored: Tensor, ddof: int, eps: float) -> Tensor:

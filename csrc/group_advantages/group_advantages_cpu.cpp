@@ -1,0 +1,260 @@
+// torch.ops.fastrl.group_advantages on CPU.
+//
+// Samples are put in the order of their groups by a counting sort, then each group is finished by itself: its members'
+// scores are near each other, sums run in the order of the samples, and groups can be shared out among threads without
+// changing a bit.
+#include <array>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "common/tensors.h"
+#include "group_advantages/group_advantages_kernel.h"
+#include "group_advantages/group_core.h"
+#include "group_ids/first_seen.h"
+#include "whiten/whiten_kernel.h"
+
+namespace fastrl {
+namespace {
+
+using Doubles = std::vector<double>;
+
+Tensor dense(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+
+// Members of group g are order[starts[g]] .. order[starts[g+1]], ascending; an empty order is the identity.
+struct Grouping {
+  std::vector<int64_t> starts;
+  std::vector<int64_t> order;
+
+  int64_t num_groups() const { return static_cast<int64_t>(starts.size()) - 1; }
+};
+
+Grouping grouping_of(const int64_t* ids, int64_t count) {
+  Grouping grouping;
+  bool is_sorted = true;
+  for (int64_t i = 1; i < count; ++i) is_sorted &= ids[i - 1] <= ids[i];
+  if (is_sorted) {
+    grouping.starts.push_back(0);
+    for (int64_t i = 1; i < count; ++i) {
+      if (ids[i] != ids[i - 1]) grouping.starts.push_back(i);
+    }
+    if (count > 0) grouping.starts.push_back(count);
+    return grouping;
+  }
+  std::vector<int64_t> numbers(static_cast<size_t>(count));
+  const int64_t num_groups = number_ints(ids, count, numbers.data());
+  grouping.starts.assign(static_cast<size_t>(num_groups) + 1, 0);
+  for (const int64_t g : numbers) ++grouping.starts[static_cast<size_t>(g) + 1];
+  for (size_t g = 1; g < grouping.starts.size(); ++g) grouping.starts[g] += grouping.starts[g - 1];
+  std::vector<int64_t> next(grouping.starts.begin(), grouping.starts.end() - 1);
+  grouping.order.resize(static_cast<size_t>(count));
+  for (int64_t i = 0; i < count; ++i) {
+    int64_t& at = next[static_cast<size_t>(numbers[static_cast<size_t>(i)])];
+    grouping.order[static_cast<size_t>(at++)] = i;
+  }
+  return grouping;
+}
+
+// What one objective needs; a NaN score is not scored.
+struct Objective {
+  const double* scores;   // [N]
+  const double* lengths;  // [N], null unless the baseline is length_weighted
+  double weight;
+  double inverse_batch_std;
+};
+
+GroupSums sums_of(const Objective& objective, const std::vector<int64_t>& order, int64_t begin,
+                  int64_t end) {
+  GroupSums sums;
+  double total = 0;
+  for (int64_t m = begin; m < end; ++m) {
+    const int64_t i = order.empty() ? m : order[static_cast<size_t>(m)];
+    const double score = objective.scores[i];
+    if (std::isnan(score)) continue;
+    if (sums.count == 0) sums.origin = score;
+    const double offset = score - sums.origin;
+    sums.count += 1;
+    sums.all_equal &= offset == 0;  // inf - inf is not: infinite scores are never equal
+    total += offset;
+    if (objective.lengths != nullptr) {
+      const double length = objective.lengths[i];
+      sums.length += length;
+      if (length > 0) sums.length_offset += length * offset;
+    }
+  }
+  if (sums.count == 0) return sums;
+  sums.offset = total / sums.count;
+  for (int64_t m = begin; m < end; ++m) {
+    const double score = objective.scores[order.empty() ? m : order[static_cast<size_t>(m)]];
+    const double deviation = (score - sums.origin) - sums.offset;
+    if (!std::isnan(score)) sums.m2 += deviation * deviation;
+  }
+  return sums;
+}
+
+void add_advantages(const Objective& objective, const Grouping& grouping,
+                    const GroupOptions& options, int64_t first, int64_t last, double* totals) {
+  for (int64_t g = first; g < last; ++g) {
+    const int64_t begin = grouping.starts[static_cast<size_t>(g)];
+    const int64_t end = grouping.starts[static_cast<size_t>(g) + 1];
+    const GroupSums sums = sums_of(objective, grouping.order, begin, end);
+    if (sums.count == 0 || (sums.count == 1 && !options.singleton_raw)) continue;
+    const GroupMap map = sums.count == 1 ? raw_map(options)
+                                         : group_map(sums, options, objective.inverse_batch_std);
+    for (int64_t m = begin; m < end; ++m) {
+      const int64_t i = grouping.order.empty() ? m : grouping.order[static_cast<size_t>(m)];
+      const double score = objective.scores[i];
+      if (!std::isnan(score)) totals[i] += objective.weight * map(score);
+    }
+  }
+}
+
+double inverse_batch_std_of(const double* scores, int64_t count, const GroupOptions& options) {
+  std::vector<uint8_t> is_scored(static_cast<size_t>(count));
+  for (int64_t i = 0; i < count; ++i) is_scored[static_cast<size_t>(i)] = !std::isnan(scores[i]);
+  const Moments batch = moments_of(FloatView{scores, Kind::f64, 0},
+                                   MaskView{is_scored.data(), 1, 0xff, 0}, count);
+  return inverse_std(batch.count, batch.m2, batch.m2 == 0, options.ddof, options.eps);
+}
+
+void check_arguments(const Tensor& rewards, const Tensor& groups, const std::optional<Tensor>& valid,
+                     const std::optional<Tensor>& weights, const std::optional<Tensor>& mask,
+                     int64_t baseline, int64_t scale, int64_t ddof) {
+  STD_TORCH_CHECK(rewards.dim() == 2 || (rewards.dim() == 1 && !weights),
+                  "fastrl: rewards must be [N], [N, K] with weights, or [N, T]");
+  STD_TORCH_CHECK(groups.dim() == 1 && groups.size(0) == rewards.size(0) &&
+                      groups.scalar_type() == ScalarType::Long,
+                  "fastrl: groups must be int64 [N]");
+  if (valid) check_same_shape(*valid, groups, "valid");
+  if (weights) {
+    STD_TORCH_CHECK(weights->dim() == 1 && weights->size(0) == rewards.size(1) &&
+                        weights->scalar_type() == ScalarType::Double,
+                    "fastrl: weights must be float64 [K]");
+  }
+  if (mask) {
+    STD_TORCH_CHECK(mask->dim() == 2 && mask->size(0) == rewards.size(0),
+                    "fastrl: mask must be [N, T]");
+    if (rewards.dim() == 2 && !weights) check_same_shape(*mask, rewards, "mask");
+  }
+  STD_TORCH_CHECK(baseline >= 0 && baseline <= 3 && scale >= 0 && scale <= 3 &&
+                      (ddof == 0 || ddof == 1),
+                  "fastrl: baseline and scale must be 0 to 3, ddof 0 or 1");
+  STD_TORCH_CHECK(mask || baseline != static_cast<int64_t>(Baseline::length_weighted),
+                  "fastrl: the length-weighted baseline needs a mask");
+}
+
+// One [N] array of scores per objective; NaN for samples that are not valid.
+Doubles scores_of(const Tensor& rewards, const std::optional<Tensor>& valid, const TokenRows& tokens,
+                  bool sums_tokens) {
+  const int64_t count = rewards.size(0);
+  const int64_t num_objectives = sums_tokens || rewards.dim() == 1 ? 1 : rewards.size(1);
+  Doubles scores(static_cast<size_t>(count * num_objectives));
+  if (sums_tokens) {
+    const auto kernel = FASTRL_DISPATCH(sum_tokens);
+    torch::stable::parallel_for(
+        0, count, row_grain(count, rewards.numel()),
+        [&](int64_t first, int64_t last) { kernel(tokens, first, last, scores.data()); });
+  } else {
+    TokenRows objectives;
+    objectives.rewards = float_view(rewards, "rewards");
+    objectives.length = num_objectives;
+    if (rewards.dim() == 1) objectives.rewards.row_stride = 1;
+    FASTRL_DISPATCH(read_scores)(objectives, count, scores.data());
+  }
+  if (valid) {
+    const MaskView view = mask_view(*valid);
+    const TokenRows flags{FloatView{}, MaskView{view.data, view.width, view.significant, 1}, 1};
+    Doubles is_valid(static_cast<size_t>(count));
+    FASTRL_DISPATCH(count_tokens)(flags, 0, count, is_valid.data());
+    for (size_t at = 0; at < scores.size(); ++at) {
+      if (is_valid[at % static_cast<size_t>(count)] == 0) {
+        scores[at] = std::numeric_limits<double>::quiet_NaN();
+      }
+    }
+  }
+  return scores;
+}
+
+Tensor group_advantages_cpu(const Tensor& rewards_in, const Tensor& groups_in,
+                            const std::optional<Tensor>& valid_in,
+                            const std::optional<Tensor>& weights_in,
+                            const std::optional<Tensor>& mask_in, int64_t baseline, int64_t scale,
+                            int64_t ddof, double eps, bool singleton_raw) {
+  check_arguments(rewards_in, groups_in, valid_in, weights_in, mask_in, baseline, scale, ddof);
+  const Tensor rewards = rewards_in.dim() == 2 ? unit_stride_rows(rewards_in) : dense(rewards_in);
+  const Tensor groups = dense(groups_in);
+  std::optional<Tensor> valid, weights, mask;
+  if (valid_in) valid = dense(*valid_in);
+  if (weights_in) weights = dense(*weights_in);
+  if (mask_in) mask = unit_stride_rows(*mask_in);
+  const GroupOptions options{static_cast<Baseline>(baseline), static_cast<Scale>(scale),
+                             static_cast<int32_t>(ddof), eps, singleton_raw};
+
+  const int64_t count = rewards.size(0);
+  const bool sums_tokens = rewards.dim() == 2 && !weights;
+  TokenRows tokens;
+  if (sums_tokens) tokens.rewards = float_view(rewards, "rewards");
+  if (mask) tokens.mask = mask_view(*mask);
+  tokens.length = mask ? mask->size(1) : sums_tokens ? rewards.size(1) : 0;
+  const int64_t row_share = row_grain(count, count * tokens.length);
+
+  const Doubles scores = scores_of(rewards, valid, tokens, sums_tokens);
+  Doubles lengths;
+  if (options.baseline == Baseline::length_weighted) {
+    lengths.resize(static_cast<size_t>(count));
+    const auto kernel = FASTRL_DISPATCH(count_tokens);
+    torch::stable::parallel_for(0, count, row_share, [&](int64_t first, int64_t last) {
+      kernel(tokens, first, last, lengths.data());
+    });
+  }
+
+  const Grouping grouping = grouping_of(static_cast<const int64_t*>(groups.const_data_ptr()), count);
+  Doubles totals(static_cast<size_t>(count), 0.0);
+  const auto* const weight =
+      weights ? static_cast<const double*>(weights->const_data_ptr()) : nullptr;
+  const int64_t num_objectives = count == 0 ? 0 : static_cast<int64_t>(scores.size()) / count;
+  for (int64_t k = 0; k < num_objectives; ++k) {
+    Objective objective{scores.data() + k * count, lengths.empty() ? nullptr : lengths.data(),
+                        weight == nullptr ? 1.0 : weight[k], 1.0};
+    if (options.scale == Scale::batch_std) {
+      objective.inverse_batch_std = inverse_batch_std_of(objective.scores, count, options);
+    }
+    const int64_t num_groups = grouping.num_groups();
+    torch::stable::parallel_for(0, num_groups, row_grain(num_groups, count),
+                                [&](int64_t first, int64_t last) {
+                                  add_advantages(objective, grouping, options, first, last,
+                                                 totals.data());
+                                });
+  }
+
+  const ScalarType type = compute_type(kind_of(rewards, "rewards"));
+  const bool to_double = type == ScalarType::Double;
+  if (mask) {
+    Tensor out = new_output(rewards, mask->sizes(), type);
+    void* const data = out.mutable_data_ptr();
+    const auto kernel = FASTRL_DISPATCH(spread_rows);
+    torch::stable::parallel_for(0, count, row_share, [&](int64_t first, int64_t last) {
+      kernel(tokens, first, last, totals.data(), to_double, data);
+    });
+    return out;
+  }
+  Tensor out = torch::stable::new_empty(rewards, std::array<int64_t, 1>{count}, type);
+  void* const data = out.mutable_data_ptr();
+  for (int64_t i = 0; i < count; ++i) {
+    const double total = totals[static_cast<size_t>(i)];
+    if (to_double) {
+      static_cast<double*>(data)[i] = total;
+    } else {
+      static_cast<float*>(data)[i] = static_cast<float>(total);
+    }
+  }
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fastrl, CPU, m) {
+  m.impl("group_advantages", TORCH_BOX(&group_advantages_cpu));
+}
+
+}  // namespace fastrl

@@ -1,0 +1,104 @@
+// The per-token half of group advantages on CPU: sums of token rewards, and the advantage of a sample at each of its
+// tokens. This is where the bytes are; both loops run at the speed of memory.
+#include "group_advantages/group_advantages_kernel.h"
+
+#include "common/wide.h"
+
+namespace fastrl::FASTRL_CAPABILITY {
+namespace {
+
+FASTRL_INLINE int step_of(int64_t left, int lanes) {
+  return static_cast<int>(left < lanes ? left : lanes);
+}
+
+// Lanes are counted from the first valid token, so that a row has the same sum whatever its padding.
+template <typename T>
+double row_sum(const TokenRows& rows, int64_t row) {
+  const int64_t rewards_at = row * rows.rewards.row_stride, mask_at = row * rows.mask.row_stride;
+  const bool has_mask = rows.mask.data != nullptr;
+  int64_t t = 0;
+  while (has_mask && t < rows.length) {
+    const int n = step_of(rows.length - t, kLanes<T>);
+    const uint32_t bits = mask_bits(rows.mask, mask_at + t, n);
+    if (bits != 0) {
+      t += __builtin_ctz(bits);
+      break;
+    }
+    t += n;
+  }
+  Wide<T> sums = {};
+  while (t < rows.length) {
+    const int n = step_of(rows.length - t, kLanes<T>);
+    const uint32_t bits = has_mask ? mask_bits(rows.mask, mask_at + t, n) : first_bits(n);
+    if (bits != 0) {
+      const int64_t at = rewards_at + t;
+      const Vec<T> x = n == kLanes<T>
+                           ? load_as<T>(rows.rewards.data, rows.rewards.kind, at)
+                           : load_first_as<T>(rows.rewards.data, rows.rewards.kind, at, n);
+      const Wide<T> kept = keep<T>(widen<T>(x), bits);
+      for (int p = 0; p < Wide<T>::kParts; ++p) sums.part[p] += kept.part[p];
+    }
+    t += n;
+  }
+  return lane_sum<T>(sums);
+}
+
+template <typename T>
+void spread(const TokenRows& rows, int64_t first, int64_t last, const double* values, T* out) {
+  for (int64_t row = first; row < last; ++row) {
+    const Vec<T> value = broadcast<T>(static_cast<T>(values[row]));
+    const int64_t mask_at = row * rows.mask.row_stride;
+    T* const out_row = out + row * rows.length;
+    int64_t t = 0;
+    for (; t + kLanes<T> <= rows.length; t += kLanes<T>) {
+      store(out_row + t, keep<T>(value, mask_bits(rows.mask, mask_at + t, kLanes<T>)));
+    }
+    if (t < rows.length) {
+      const int n = static_cast<int>(rows.length - t);
+      store_first(out_row + t, keep<T>(value, mask_bits(rows.mask, mask_at + t, n)), n);
+    }
+  }
+}
+
+}  // namespace
+
+void sum_tokens(const TokenRows& rows, int64_t first, int64_t last, double* scores) {
+  const bool is_double = rows.rewards.kind == Kind::f64;
+  for (int64_t row = first; row < last; ++row) {
+    scores[row] = is_double ? row_sum<double>(rows, row) : row_sum<float>(rows, row);
+  }
+}
+
+void count_tokens(const TokenRows& rows, int64_t first, int64_t last, double* lengths) {
+  for (int64_t row = first; row < last; ++row) {
+    const int64_t mask_at = row * rows.mask.row_stride;
+    int64_t count = 0;
+    for (int64_t t = 0; t < rows.length; t += 16) {
+      count += count_bits(mask_bits(rows.mask, mask_at + t, step_of(rows.length - t, 16)));
+    }
+    lengths[row] = static_cast<double>(count);
+  }
+}
+
+void read_scores(const TokenRows& rows, int64_t num_rows, double* scores) {
+  const bool is_double = rows.rewards.kind == Kind::f64;
+  for (int64_t row = 0; row < num_rows; ++row) {
+    for (int64_t k = 0; k < rows.length; ++k) {
+      const int64_t at = row * rows.rewards.row_stride + k;
+      scores[k * num_rows + row] =
+          is_double ? static_cast<const double*>(rows.rewards.data)[at]
+                    : load_first_as<float>(rows.rewards.data, rows.rewards.kind, at, 1)[0];
+    }
+  }
+}
+
+void spread_rows(const TokenRows& rows, int64_t first, int64_t last, const double* values,
+                 bool to_double, void* out) {
+  if (to_double) {
+    spread(rows, first, last, values, static_cast<double*>(out));
+  } else {
+    spread(rows, first, last, values, static_cast<float*>(out));
+  }
+}
+
+}  // namespace fastrl::FASTRL_CAPABILITY
