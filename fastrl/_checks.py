@@ -47,6 +47,13 @@ def same_device(op: str, name: str, value: Tensor, device: torch.device, like: s
 
 def like(op: str, name: str, value: Tensor, other: Tensor, other_name: str) -> None:
     """``value`` is a floating tensor with the shape and device of ``other``."""
+    if (
+        isinstance(value, Tensor)
+        and value.dtype in FLOAT_DTYPES
+        and value.shape == other.shape
+        and value.device == other.device
+    ):
+        return  # the usual case in one look: a call on a few elements must stay cheap
     floating(op, name, value)
     same_shape(op, name, value, other.shape, other_name)
     same_device(op, name, value, other.device, other_name)
@@ -76,6 +83,8 @@ def number(
     op: str, name: str, value: float, low: float = -math.inf, high: float = math.inf
 ) -> float:
     """``value`` is a finite number within [low, high], returned as a float."""
+    if type(value) is float and low <= value <= high and value not in (math.inf, -math.inf):
+        return value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ArgumentTypeError(
             f"{op}: {name} must be a number, got {type(value).__name__}; pass float({name})"

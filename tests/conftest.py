@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import fastrl
 from fastrl import _library
 
 
@@ -51,9 +50,3 @@ def _outputs_are_born_nan(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(autouse=True)
-def _doctest_names(doctest_namespace: dict[str, object]) -> None:
-    doctest_namespace["fastrl"] = fastrl
-    doctest_namespace["torch"] = torch

@@ -35,7 +35,7 @@ Inputs gather(const Tensor& a, const Tensor& b, const std::optional<Tensor>& ini
 }
 
 Tensor new_result(const Tensor& like) {
-  return torch::stable::new_empty(like, like.sizes(), compute_type(kind_of(like, "a")));
+  return new_output(like, like.sizes(), compute_type(kind_of(like, "a")));
 }
 
 Tensor affine_scan_cpu(const Tensor& a, const Tensor& b, const std::optional<Tensor>& initial,

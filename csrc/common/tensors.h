@@ -8,6 +8,10 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <cstdint>
 #include <optional>
 
@@ -92,6 +96,24 @@ inline Rows rows_of(const Tensor& t, const std::optional<Tensor>& cu_seqlens) {
   for (int64_t row = 0; ordered && row < rows.count; ++row) ordered = rows.size(row) >= 0;
   STD_TORCH_CHECK(ordered, "fastrl: cu_seqlens must rise from 0 to the number of tokens");
   return rows;
+}
+
+// A fresh tensor for results. The first touch of fresh memory costs as much as the arithmetic, most of it per page: large
+// results ask for huge pages, which is a hint and changes nothing else.
+inline Tensor new_output(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
+                         ScalarType type) {
+  Tensor out = torch::stable::new_empty(like, sizes, type);
+#if defined(__linux__)
+  constexpr uintptr_t kHugePage = uintptr_t{1} << 21;
+  const size_t bytes = static_cast<size_t>(out.numel()) * out.element_size();
+  if (bytes >= 2 * kHugePage) {
+    const auto begin = reinterpret_cast<uintptr_t>(out.mutable_data_ptr());
+    const uintptr_t first = (begin + kHugePage - 1) & ~(kHugePage - 1);
+    const uintptr_t last = (begin + bytes) & ~(kHugePage - 1);
+    if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+  }
+#endif
+  return out;
 }
 
 // Rows per thread so that a task is worth its dispatch: about 16k elements.

@@ -70,7 +70,7 @@ GaeInputs gather(const Tensor& rewards, const std::optional<Tensor>& values,
 }
 
 Tensor new_like(const Tensor& rewards) {
-  return torch::stable::new_empty(rewards, rewards.sizes(), compute_type(kind_of(rewards, "rewards")));
+  return new_output(rewards, rewards.sizes(), compute_type(kind_of(rewards, "rewards")));
 }
 
 void run(const GaeInputs& in) {

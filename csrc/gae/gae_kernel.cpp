@@ -80,6 +80,15 @@ FASTRL_INLINE T element(const FloatView& view, int64_t index, T missing) {
   return load_first_as<T>(view.data, view.kind, index, 1)[0];
 }
 
+// The bits of `bits` at the set positions of `kept`, packed to the low end.
+FASTRL_INLINE uint32_t compress_bits(uint32_t bits, uint32_t kept) {
+  uint32_t packed = 0;
+  for (int n = 0; kept != 0; kept &= kept - 1, ++n) {
+    packed |= ((bits >> __builtin_ctz(kept)) & 1) << n;
+  }
+  return packed;
+}
+
 // Masked outputs that keep the running value (verl's convention) depend on the nearest valid lane to the right.
 template <typename T>
 void fill_holes(Vec<T>& advantages, Vec<T>& returns, Vec<T> values, uint32_t bits, int n,
@@ -167,12 +176,7 @@ void gae_row(const GaeArgs& args, int64_t row) {
         if (count < kLanes<T>) {
           rewards = compress<T>(rewards, valid);
           if constexpr (kValues) values = compress<T>(values, valid);
-          if constexpr (kDones) {
-            const Vec<T> flags = lanes_of<T>(done_bits) ? broadcast<T>(1) : Vec<T>{};
-            const IVec<T> packed = compress<T>(flags, valid) != T{0};
-            done_bits = 0;
-            for (int i = 0; i < count; ++i) done_bits |= (packed[i] ? 1u : 0u) << i;
-          }
+          if constexpr (kDones) done_bits = compress_bits(done_bits, valid);
         }
       } else if (args.holes == Holes::zero_step) {
         const IVec<T> lanes = lanes_of<T>(kept);

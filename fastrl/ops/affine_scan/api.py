@@ -69,8 +69,8 @@ def affine_scan(
         a, b = a.T, b.T
     if implementation == "reference":
         x = affine_scan_reference(a, b, initial, cu_seqlens, reverse)
-    elif torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (a, b, initial)
+    elif torch.is_grad_enabled() and (
+        a.requires_grad or b.requires_grad or (initial is not None and initial.requires_grad)
     ):
         x = op.AffineScanFunction.apply(a, b, initial, cu_seqlens, reverse)
     else:

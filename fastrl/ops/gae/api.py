@@ -117,8 +117,10 @@ def gae(
     lam_rows = None if lam_rows is None else lam_rows.to(dtype)
 
     arguments = (rewards, values, mask, dones, bootstrap)
-    needs_grad = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (rewards, values, bootstrap)
+    needs_grad = torch.is_grad_enabled() and (
+        rewards.requires_grad
+        or values.requires_grad
+        or (bootstrap is not None and bootstrap.requires_grad)
     )
     if out is not None:
         _check_out(out, rewards, dtype, time_first, needs_grad)
