@@ -371,22 +371,28 @@ FASTRL_INLINE uint32_t mask_bits(const MaskView& mask, int64_t index, int n) {
   }
 #endif
 #if defined(__AVX512F__)
-  // Trainers keep masks as int64 as often as bool.
+  // Trainers keep masks as int64 as often as bool. Whole vectors take the plain loads: masked ones are slower.
   if (mask.width == 8) {
     const auto* const p = static_cast<const int64_t*>(mask.data) + index;
     const __m512i significant = _mm512_set1_epi64(static_cast<int64_t>(mask.significant));
-    const uint32_t valid = first_bits(n);
-    const auto low = static_cast<__mmask8>(valid), high = static_cast<__mmask8>(valid >> 8);
-    const __m512i first = _mm512_maskz_loadu_epi64(low, p);
-    const __m512i second = _mm512_maskz_loadu_epi64(high, p + 8);
+    __m512i first, second;
+    if (n == 16) {
+      first = _mm512_loadu_si512(p);
+      second = _mm512_loadu_si512(p + 8);
+    } else {
+      const uint32_t valid = first_bits(n);
+      first = _mm512_maskz_loadu_epi64(static_cast<__mmask8>(valid), p);
+      second = _mm512_maskz_loadu_epi64(static_cast<__mmask8>(valid >> 8), p + 8);
+    }
     return static_cast<uint32_t>(_mm512_test_epi64_mask(first, significant)) |
            static_cast<uint32_t>(_mm512_test_epi64_mask(second, significant)) << 8;
   }
   if (mask.width == 4) {
     const auto* const p = static_cast<const int32_t*>(mask.data) + index;
-    const auto valid = static_cast<__mmask16>(first_bits(n));
-    return _mm512_test_epi32_mask(_mm512_maskz_loadu_epi32(valid, p),
-                                  _mm512_set1_epi32(static_cast<int32_t>(mask.significant)));
+    const __m512i values =
+        n == 16 ? _mm512_loadu_si512(p)
+                : _mm512_maskz_loadu_epi32(static_cast<__mmask16>(first_bits(n)), p);
+    return _mm512_test_epi32_mask(values, _mm512_set1_epi32(static_cast<int32_t>(mask.significant)));
   }
 #elif defined(__AVX2__)
   if (mask.width == 8 && n == 16) {
