@@ -1,4 +1,5 @@
-// Scalar arithmetic of log-probabilities and entropy of a row, shared by every compiled implementation.
+// Scalar arithmetic of log-probabilities and entropy of a row, shared by every compiled
+// implementation.
 #pragma once
 
 #include <cmath>
@@ -7,13 +8,15 @@
 
 namespace fastrl {
 
-// Running sums over a row of logits l, relative to the largest logit m seen so far; x_v = (l_v - m) / temperature.
+// Running sums over a row of logits l, relative to the largest logit m seen so far; x_v = (l_v - m)
+// / temperature.
 struct RowSums {
   double largest = -INFINITY;
   double exps = 0;      // sum of e^x
   double weighted = 0;  // sum of x e^x: no term is positive, so nothing cancels
 
-  // Express the sums relative to a larger logit. Before the first finite one they hold zeros, or the NaN of a row.
+  // Express the sums relative to a larger logit. Before the first finite one they hold zeros, or
+  // the NaN of a row.
   FASTRL_HD void raise(double to, double inverse_temperature) {
     if (largest > -INFINITY) {
       const double step = (largest - to) * inverse_temperature;
@@ -32,7 +35,8 @@ struct RowSums {
   FASTRL_HD double entropy() const { return std::log(exps) - mean(); }
 };
 
-// The gradient of g logp + h entropy with respect to logit v is  e^x_v (alpha + beta x_v) - gamma [v = token].
+// The gradient of g logp + h entropy with respect to logit v is  e^x_v (alpha + beta x_v) - gamma
+// [v = token].
 struct RowGradient {
   double alpha, beta, gamma;
 

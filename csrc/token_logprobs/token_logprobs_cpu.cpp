@@ -1,4 +1,5 @@
-// torch.ops.fastrl.token_logprobs and its gradient on CPU: tensors in, rows over torch's thread pool.
+// torch.ops.fastrl.token_logprobs and its gradient on CPU: tensors in, rows over torch's thread
+// pool.
 #include <array>
 #include <tuple>
 #include <vector>
@@ -8,6 +9,9 @@
 
 namespace fastrl {
 namespace {
+
+// From here on results bypass the caches: about half of a last-level cache.
+constexpr int64_t kStreamBytes = int64_t{16} << 20;
 
 // Keeps the copies that were needed alive for as long as the raw views are used.
 struct Inputs {
@@ -113,8 +117,9 @@ Tensor token_logprobs_backward_cpu(const std::optional<Tensor>& grad_logp,
   if (grad_entropy) h = per_row(*grad_entropy, in.rows, type, "grad_entropy");
   if (g) args.grad_logp = g->const_data_ptr();
   if (h) args.grad_entropy = h->const_data_ptr();
-  Tensor grad_logits = torch::stable::new_empty(logits, logits.sizes());
+  Tensor grad_logits = new_output(logits, logits.sizes(), logits.scalar_type());
   args.grad_logits = grad_logits.mutable_data_ptr();
+  args.stream = logits.numel() * static_cast<int64_t>(logits.element_size()) >= kStreamBytes;
   const auto kernel = FASTRL_DISPATCH(token_logprobs_grad_rows);
   torch::stable::parallel_for(0, in.rows, row_grain(in.rows, logits.numel()),
                               [&](int64_t first, int64_t last) { kernel(args, first, last); });

@@ -1,9 +1,9 @@
 // Log-probabilities of chosen tokens and entropies of their rows on CPU, one read of the logits.
 //
-// A row is taken a tile at a time: while the exponentials of one tile, which is in the nearest cache, are summed relative
-// to the largest logit so far, the next tile is read from memory for its largest, so memory and arithmetic overlap. The
-// running sums are rescaled when the largest grows. Within a tile sums are single precision in independent accumulators;
-// tiles are added in double.
+// A row is taken a tile at a time: while the exponentials of one tile, which is in the nearest
+// cache, are summed relative to the largest logit so far, the next tile is read from memory for its
+// largest, so memory and arithmetic overlap. The running sums are rescaled when the largest grows.
+// Within a tile sums are single precision in independent accumulators; tiles are added in double.
 #include "token_logprobs/token_logprobs_kernel.h"
 
 #include "common/math.h"
@@ -38,8 +38,7 @@ constexpr int kNativeLanes = kNativeBytes / sizeof(T);
 // Four accumulators to one number, always in the same order.
 template <typename T>
 FASTRL_INLINE T total(const Native<T>* accumulators) {
-  const Native<T> sum =
-      (accumulators[0] + accumulators[1]) + (accumulators[2] + accumulators[3]);
+  const Native<T> sum = (accumulators[0] + accumulators[1]) + (accumulators[2] + accumulators[3]);
 #if defined(__AVX512F__)
   if constexpr (sizeof(T) == 4) return _mm512_reduce_add_ps((__m512)sum);
 #endif
@@ -61,8 +60,7 @@ struct Largest {
   }
   FASTRL_INLINE void add(Native<T> v, int a) { seen[a] = native_max(v, seen[a]); }
   FASTRL_INLINE T value() const {
-    const Native<T> found = native_max(native_max(seen[0], seen[1]),
-                                          native_max(seen[2], seen[3]));
+    const Native<T> found = native_max(native_max(seen[0], seen[1]), native_max(seen[2], seen[3]));
 #if defined(__AVX512F__)
     if constexpr (sizeof(T) == 4) return _mm512_reduce_max_ps((__m512)found);
 #endif
@@ -111,7 +109,8 @@ struct Tile {
   T next_largest;
 };
 
-// Sums over the n elements from `index`, relative to `reference`, and the largest of the num_next elements behind them.
+// Sums over the n elements from `index`, relative to `reference`, and the largest of the num_next
+// elements behind them.
 template <typename T, Kind kKind, bool kEntropy>
 Tile<T> tile_sums(const void* data, int64_t index, int64_t n, int64_t num_next, T reference,
                   T inverse_temperature) {
@@ -125,7 +124,8 @@ Tile<T> tile_sums(const void* data, int64_t index, int64_t n, int64_t num_next, 
   };
   const auto look = [&](Native<T> logits, int a) { largest.add(logits, a); };
   int64_t at = 0;
-  for (; at + kStep<T> <= num_next; at += kStep<T>) {  // num_next <= n: only the last tile is shorter
+  for (; at + kStep<T> <= num_next;
+       at += kStep<T>) {  // num_next <= n: only the last tile is shorter
     for_step<T, kKind>(data, index + n + at, look);
     for_step<T, kKind>(data, index + at, sum);
   }
@@ -156,10 +156,11 @@ void logprobs_row(const TokenLogprobsArgs& args, int64_t row) {
   for (int64_t at = 0; at < logits.classes; at += kTile) {
     const int64_t n = tile_size(at);
     if (largest > sums.largest) sums.raise(largest, inverse_temperature);
-    // With nothing but -inf so far any reference serves; NaN, which no maximum shows, must reach the sums.
+    // With nothing but -inf so far any reference serves; NaN, which no maximum shows, must reach
+    // the sums.
     const T reference = sums.largest > -INFINITY ? static_cast<T>(sums.largest) : T{0};
-    const Tile<T> tile = tile_sums<T, kKind, kEntropy>(logits.data, begin + at, n, tile_size(at + n),
-                                                       reference, inverse_temperature);
+    const Tile<T> tile = tile_sums<T, kKind, kEntropy>(
+        logits.data, begin + at, n, tile_size(at + n), reference, inverse_temperature);
     sums.exps += tile.exps;
     sums.weighted += tile.weighted;
     largest = tile.next_largest;
@@ -174,19 +175,51 @@ void logprobs_row(const TokenLogprobsArgs& args, int64_t row) {
   if constexpr (kEntropy) static_cast<T*>(args.entropy)[row] = static_cast<T>(sums.entropy());
 }
 
+template <Kind kKind>
+constexpr int kBytesOf = kKind == Kind::f64   ? 8
+                         : kKind == Kind::f32 ? 4
+                                              : 2;
+
+// A whole vector in `kKind` to where it need not pass through the caches; `p` is aligned to its
+// size.
+template <typename T, Kind kKind>
+FASTRL_INLINE void stream(void* p, Vec<T> v) {
+  char bytes[kLanes<T> * kBytesOf<kKind>];
+  store_first_as<T>(bytes, kKind, 0, v, kLanes<T>);
+#if defined(__AVX512F__)
+  if constexpr (sizeof(bytes) == 64) return _mm512_stream_si512((__m512i*)p, *(__m512i_u*)bytes);
+#endif
+#if defined(__AVX2__)
+  for (size_t i = 0; i < sizeof(bytes); i += 32) {
+    _mm256_stream_si256((__m256i*)((char*)p + i), *(__m256i_u*)(bytes + i));
+  }
+#elif defined(__x86_64__)
+  for (size_t i = 0; i < sizeof(bytes); i += 16) {
+    _mm_stream_si128((__m128i*)((char*)p + i), *(__m128i_u*)(bytes + i));
+  }
+#else
+  std::memcpy(p, bytes, sizeof(bytes));
+#endif
+}
+
+FASTRL_INLINE void end_of_stream() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
 template <typename T, Kind kKind>
 void logprobs_grad_row(const TokenLogprobsGradArgs& args, int64_t row) {
+  constexpr int kBytes = kBytesOf<kKind>;
   const TokenLogprobsArgs& f = args.forward;
-  const int64_t classes = f.logits.classes;
-  const int64_t begin = f.logits.begin(row), out = row * classes;
+  const int64_t classes = f.logits.classes, begin = f.logits.begin(row);
+  char* const out = static_cast<char*>(args.grad_logits) + row * classes * kBytes;
   const auto upstream = [&](const void* grads) {
     return grads == nullptr ? T{0} : static_cast<const T*>(grads)[row];
   };
   const T g = upstream(args.grad_logp), h = upstream(args.grad_entropy);
-  constexpr size_t kBytes = kKind == Kind::f64 ? 8 : kKind == Kind::f32 ? 4 : 2;
   if (g == 0 && h == 0) {
-    std::memset(static_cast<char*>(args.grad_logits) + kBytes * static_cast<size_t>(out), 0,
-                kBytes * static_cast<size_t>(classes));
+    std::memset(out, 0, static_cast<size_t>(classes * kBytes));
     return;
   }
   const T* const statistics = static_cast<const T*>(f.statistics) + row * kNumStatistics;
@@ -194,7 +227,7 @@ void logprobs_grad_row(const TokenLogprobsGradArgs& args, int64_t row) {
   const T inverse_temperature = T{1} / temperature_of<T>(f, row);
   const RowGradient gradient(g, h, statistics[1], statistics[2], inverse_temperature);
   const T alpha = static_cast<T>(gradient.alpha), beta = static_cast<T>(gradient.beta);
-  const auto of = [&](Vec<T> logits) {
+  const auto gradient_of = [&](Vec<T> logits) {
     Native<T> parts[kNativeParts];
     std::memcpy(parts, &logits, sizeof(logits));
     for (Native<T>& part : parts) {
@@ -205,22 +238,41 @@ void logprobs_grad_row(const TokenLogprobsGradArgs& args, int64_t row) {
     std::memcpy(&logits, parts, sizeof(logits));
     return logits;
   };
-  for (int64_t at = 0; at < classes; at += kLanes<T>) {
-    const int n = static_cast<int>(classes - at < kLanes<T> ? classes - at : kLanes<T>);
-    const Vec<T> logits = n == kLanes<T> ? load_as<T>(f.logits.data, kKind, begin + at)
-                                         : load_first_as<T>(f.logits.data, kKind, begin + at, n);
-    store_first_as<T>(args.grad_logits, kKind, out + at, of(logits), n);
+  const auto some = [&](int64_t at, int n) {
+    const Vec<T> logits = load_first_as<T>(f.logits.data, kKind, begin + at, n);
+    store_first_as<T>(out, kKind, at, gradient_of(logits), n);
+  };
+
+  int64_t at = 0;
+  if (args.stream) {
+    constexpr int kVectorBytes = kLanes<T> * kBytes;
+    const auto misaligned = static_cast<int>(reinterpret_cast<uintptr_t>(out) % kVectorBytes);
+    const int head = misaligned == 0 ? 0 : (kVectorBytes - misaligned) / kBytes;
+    if (head <= classes) {
+      some(0, head);
+      for (at = head; at + kLanes<T> <= classes; at += kLanes<T>) {
+        const Vec<T> logits = load_as<T>(f.logits.data, kKind, begin + at);
+        stream<T, kKind>(out + at * kBytes, gradient_of(logits));
+      }
+      end_of_stream();
+    }
   }
+  for (; at + kLanes<T> <= classes; at += kLanes<T>) {
+    const Vec<T> logits = load_as<T>(f.logits.data, kKind, begin + at);
+    store_first_as<T>(out, kKind, at, gradient_of(logits), kLanes<T>);
+  }
+  some(at, static_cast<int>(classes - at));
+
   const int64_t token = f.tokens[row];
-  Vec<T> chosen = of(load_first_as<T>(f.logits.data, kKind, begin + token, 1));
+  Vec<T> chosen = gradient_of(load_first_as<T>(f.logits.data, kKind, begin + token, 1));
   chosen -= static_cast<T>(gradient.gamma);
-  store_first_as<T>(args.grad_logits, kKind, out + token, chosen, 1);
+  store_first_as<T>(out, kKind, token, chosen, 1);
 }
 
 template <typename T, Kind kKind>
 void logprobs_range(const TokenLogprobsArgs& args, int64_t first_row, int64_t last_row) {
-  const auto kernel = args.entropy == nullptr ? logprobs_row<T, kKind, false>
-                                              : logprobs_row<T, kKind, true>;
+  const auto kernel =
+      args.entropy == nullptr ? logprobs_row<T, kKind, false> : logprobs_row<T, kKind, true>;
   for (int64_t row = first_row; row < last_row; ++row) kernel(args, row);
 }
 

@@ -10,8 +10,8 @@ namespace fastrl {
 struct LogitsView {
   const void* data = nullptr;
   Kind kind = Kind::f32;
-  int64_t classes = 0;       // V; the stride along it is one
-  int64_t inner_rows = 1;    // row r is (r / inner_rows, r % inner_rows)
+  int64_t classes = 0;     // V; the stride along it is one
+  int64_t inner_rows = 1;  // row r is (r / inner_rows, r % inner_rows)
   int64_t outer_stride = 0;
   int64_t inner_stride = 0;
 
@@ -26,16 +26,18 @@ struct TokenLogprobsArgs {
   const int64_t* tokens = nullptr;     // [rows], each in [0, V)
   const void* temperatures = nullptr;  // [rows] in the result dtype; null: the scalar below
   double temperature = 1.0;
-  void* logp = nullptr;        // [rows], result dtype
-  void* entropy = nullptr;     // same, or null
-  void* statistics = nullptr;  // [rows, 3], result dtype: largest logit, sum of e^x, mean of x (0 without entropy)
+  void* logp = nullptr;     // [rows], result dtype
+  void* entropy = nullptr;  // same, or null
+  void* statistics =
+      nullptr;  // [rows, 3], result dtype: largest logit, sum of e^x, mean of x (0 without entropy)
 };
 
 struct TokenLogprobsGradArgs {
-  TokenLogprobsArgs forward;           // logp and entropy unused; statistics as the forward wrote them
-  const void* grad_logp = nullptr;     // [rows], result dtype, or null: zero
+  TokenLogprobsArgs forward;        // logp and entropy unused; statistics as the forward wrote them
+  const void* grad_logp = nullptr;  // [rows], result dtype, or null: zero
   const void* grad_entropy = nullptr;  // same
   void* grad_logits = nullptr;         // [rows, V] dense, kind of the logits
+  bool stream = false;                 // grad_logits is too large to stay in the caches
 };
 
 #define FASTRL_DECLARE(capability)                                                              \

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastrl import _backends, _checks
+from fastrl._library import result_dtype
 from fastrl.errors import ArgumentError
 from fastrl.ops.token_logprobs import op
 from fastrl.ops.token_logprobs.reference import token_logprobs_reference
@@ -67,7 +68,7 @@ def token_logprobs(
 
     >>> logits = torch.tensor([[0.0, 0.0, -torch.inf], [1.0, 0.0, 0.0]])
     >>> fastrl.token_logprobs(logits, torch.tensor([1, 0]), entropy=True)
-    LogProbs(logp=tensor([-0.6931, -0.5514]), entropy=tensor([0.6931, 0.9751]))
+    LogProbs(logp=tensor([-0.6931, -0.5514]), entropy=tensor([0.6931, 0.9753]))
     """
     _checks.floating("token_logprobs", "logits", logits)
     _checks.is_tensor("token_logprobs", "tokens", tokens)
@@ -116,8 +117,9 @@ def token_logprobs(
 
 def _run(arguments: tuple[Tensor, Tensor, Tensor | None, float, bool]) -> tuple[Tensor, Tensor]:
     if arguments[0].requires_grad and torch.is_grad_enabled():
-        return op.TokenLogprobsFunction.apply(*arguments)
-    logp, entropies, _ = op.token_logprobs_op(*arguments)
+        logp, entropies = op.TokenLogprobsFunction.apply(*arguments)
+    else:
+        logp, entropies, _ = op.token_logprobs_op(*arguments)
     return logp, entropies
 
 
@@ -149,4 +151,4 @@ def _check_temperatures(temperature: Tensor, tokens: Tensor, logits: Tensor) -> 
             f"token_logprobs: every temperature must be at least {MIN_TEMPERATURE:g}, "
             f"got {temperature.min().item():g}; clamp it, for example temperature.clamp(min=1e-3)"
         )
-    return temperature.to(op.result_dtype(logits.dtype))
+    return temperature.to(result_dtype(logits.dtype))

@@ -9,15 +9,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastrl import _library
+from fastrl._library import result_dtype
 
-# Per row, kept for the backward: the largest logit, the log of the sum of exponentials relative to it, and the mean of
-# the scaled logits relative to it.
+# Per row, kept for the backward: the largest logit, and the sum of exponentials and the mean of the scaled logits, both
+# relative to it.
 NUM_STATISTICS = 3
-
-
-def result_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Results are float32, float64 for float64 inputs."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _fake_token_logprobs(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastrl.ops.token_logprobs.op import result_dtype
+from fastrl._library import result_dtype
 
 
 def token_logprobs_reference(
