@@ -1,5 +1,5 @@
-// The compiled module fastrl._C. Importing it registers the kernels; the functions here are host helpers in Python's
-// own terms that have no tensor form.
+// The compiled module fastrl._C. Importing it registers the kernels; the functions here are host
+// helpers in Python's own terms that have no tensor form.
 #include <pybind11/pybind11.h>
 
 #include "common/capability.h"
@@ -13,8 +13,7 @@ py::dict build_info() {
   py::dict info;
   info["capability"] = fastrl::capability_name(fastrl::capability());
   py::list built;
-#define FASTRL_APPEND(name) \
-  built.append(fastrl::capability_name(fastrl::Capability::name));
+#define FASTRL_APPEND(name) built.append(fastrl::capability_name(fastrl::Capability::name));
   FASTRL_FOR_EACH_CAPABILITY(FASTRL_APPEND)
 #undef FASTRL_APPEND
   info["capabilities_built"] = built;
@@ -31,6 +30,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info, "How this module was built and which instruction set it uses.");
   m.def(
       "set_capability", [](const char* name) { return fastrl::set_capability(name); },
-      py::arg("name"), "Use another instruction set from now on; False when it is not there. For tests.");
+      py::arg("name"),
+      "Use another instruction set from now on; False when it is not there. For tests.");
   fastrl::bind_group_ids(m);
 }

@@ -50,9 +50,11 @@ Tensor affine_scan_cpu(const Tensor& a, const Tensor& b, const std::optional<Ten
   return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor> affine_scan_backward_cpu(
-    const Tensor& grad_x, const Tensor& a, const Tensor& x, const std::optional<Tensor>& initial,
-    const std::optional<Tensor>& cu_seqlens, bool reverse) {
+std::tuple<Tensor, Tensor, Tensor> affine_scan_backward_cpu(const Tensor& grad_x, const Tensor& a,
+                                                            const Tensor& x,
+                                                            const std::optional<Tensor>& initial,
+                                                            const std::optional<Tensor>& cu_seqlens,
+                                                            bool reverse) {
   Inputs in = gather(a, grad_x, initial, cu_seqlens, reverse);
   check_same_shape(x, a, "x");
   const Tensor dense_x = unit_stride_rows(x);

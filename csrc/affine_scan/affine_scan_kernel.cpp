@@ -1,7 +1,8 @@
 // The scan x_t = a_t x_{t+1} + b_t (or x_{t-1}, left to right) on CPU, a block of lanes at a time.
 //
-// Inside a block the pairs (a, b) are composed by log-steps without what comes from outside; the carry is added last,
-// so the chain from block to block is one multiply-add. Left to right is the same with the lanes of a block reversed.
+// Inside a block the pairs (a, b) are composed by log-steps without what comes from outside; the
+// carry is added last, so the chain from block to block is one multiply-add. Left to right is the
+// same with the lanes of a block reversed.
 #include "affine_scan/affine_scan_kernel.h"
 
 #include "common/scan.h"
@@ -21,8 +22,8 @@ FASTRL_INLINE T scalar(const FloatView& view, int64_t index) {
   return load_first_as<T>(view.data, view.kind, index, 1)[0];
 }
 
-// Scans `length` columns; factor(column, n) and term(column, n) load lanes, emit(column, n, x) takes the result.
-// Returns the last x that was computed, `carry` when there is none.
+// Scans `length` columns; factor(column, n) and term(column, n) load lanes, emit(column, n, x)
+// takes the result. Returns the last x that was computed, `carry` when there is none.
 template <typename T, bool kRightToLeft, typename Factor, typename Term, typename Emit>
 FASTRL_INLINE T scan(int64_t length, T carry, Factor factor, Term term, Emit emit) {
   for (int64_t done = 0; done < length;) {
@@ -51,9 +52,8 @@ void affine_scan_row(const AffineScanArgs& args, int64_t row) {
   const int64_t a_row = args.rows.begin(row, args.a.row_stride);
   const int64_t b_row = args.rows.begin(row, args.b.row_stride);
   T* const out = static_cast<T*>(args.out) + args.rows.begin(row, args.out_stride);
-  const T initial = args.initial.data == nullptr
-                        ? T{0}
-                        : scalar<T>(args.initial, row * args.initial.row_stride);
+  const T initial =
+      args.initial.data == nullptr ? T{0} : scalar<T>(args.initial, row * args.initial.row_stride);
   scan<T, kReverse>(
       args.rows.size(row), initial,
       [&](int64_t column, int n) { return load_lanes<T>(args.a, a_row + column, n); },
@@ -61,8 +61,8 @@ void affine_scan_row(const AffineScanArgs& args, int64_t row) {
       [&](int64_t column, int n, Vec<T> x) { store_first(out + column, x, n); });
 }
 
-// With g the gradient of x, for the reverse scan: u_t = g_t + a_{t-1} u_{t-1} runs the other way, grad b_t = u_t,
-// grad a_t = u_t x_{t+1}, and grad initial = a_T u_T.
+// With g the gradient of x, for the reverse scan: u_t = g_t + a_{t-1} u_{t-1} runs the other way,
+// grad b_t = u_t, grad a_t = u_t x_{t+1}, and grad initial = a_T u_T.
 template <typename T, bool kReverse>
 void affine_scan_grad_row(const AffineScanArgs& args, int64_t row) {
   const int64_t length = args.rows.size(row);
@@ -72,9 +72,8 @@ void affine_scan_grad_row(const AffineScanArgs& args, int64_t row) {
   const int64_t out_row = args.rows.begin(row, args.out_stride);
   T* const grad_b = static_cast<T*>(args.out) + out_row;
   T* const grad_a = static_cast<T*>(args.grad_a) + out_row;
-  const T initial = args.initial.data == nullptr
-                        ? T{0}
-                        : scalar<T>(args.initial, row * args.initial.row_stride);
+  const T initial =
+      args.initial.data == nullptr ? T{0} : scalar<T>(args.initial, row * args.initial.row_stride);
 
   // `view` read `offset` columns away, with `outside` where that leaves the row.
   const auto shifted = [&](const FloatView& view, int64_t start, int64_t column, int n, int offset,

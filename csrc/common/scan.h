@@ -5,8 +5,9 @@
 
 namespace fastrl::FASTRL_CAPABILITY {
 
-// x_i <- x_i + factor_i x_{i+1}, and factor_i becomes the product of the factors from lane i to the right end, so that
-// x_i + factor_i * carry is the value with `carry` coming from the right. Idle lanes hold x = 0 and factor = 1.
+// x_i <- x_i + factor_i x_{i+1}, and factor_i becomes the product of the factors from lane i to the
+// right end, so that x_i + factor_i * carry is the value with `carry` coming from the right. Idle
+// lanes hold x = 0 and factor = 1.
 template <typename T>
 FASTRL_INLINE void suffix_scan(Vec<T>& x, Vec<T>& factor) {
   const Vec<T> zero = {}, one = broadcast<T>(1);

@@ -1,4 +1,5 @@
-// Raw views that cross from the tensor code to the kernels: pointers, element kinds, strides in elements.
+// Raw views that cross from the tensor code to the kernels: pointers, element kinds, strides in
+// elements.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +15,8 @@ struct FloatView {
   int64_t row_stride = 0;
 };
 
-// A mask seen as rows. An element is valid when (bits & significant) != 0: `significant` drops the sign of floating
-// masks, so that -0.0 is invalid like 0.0.
+// A mask seen as rows. An element is valid when (bits & significant) != 0: `significant` drops the
+// sign of floating masks, so that -0.0 is invalid like 0.0.
 struct MaskView {
   const void* data = nullptr;
   int32_t width = 1;  // bytes of an element: 1, 2, 4 or 8
@@ -26,7 +27,7 @@ struct MaskView {
 // Where the rows are: [rows, length] padded, or packed with row b at offsets[b] .. offsets[b+1].
 struct Rows {
   int64_t count = 0;
-  int64_t length = 0;              // padded width, unused when packed
+  int64_t length = 0;                  // padded width, unused when packed
   const int32_t* offsets32 = nullptr;  // [count+1] or null
   const int64_t* offsets64 = nullptr;  // [count+1] or null
 

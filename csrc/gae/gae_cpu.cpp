@@ -1,4 +1,5 @@
-// torch.ops.fastrl.gae, discounted_returns and their adjoint on CPU: tensors in, rows over torch's thread pool.
+// torch.ops.fastrl.gae, discounted_returns and their adjoint on CPU: tensors in, rows over torch's
+// thread pool.
 #include <array>
 #include <tuple>
 
@@ -15,7 +16,8 @@ struct GaeInputs {
   GaeArgs args;
 };
 
-std::optional<Tensor> prepared(const std::optional<Tensor>& t, const Tensor& like, const char* name) {
+std::optional<Tensor> prepared(const std::optional<Tensor>& t, const Tensor& like,
+                               const char* name) {
   if (!t.has_value()) return std::nullopt;
   check_same_shape(*t, like, name);
   return unit_stride_rows(*t);
@@ -24,8 +26,8 @@ std::optional<Tensor> prepared(const std::optional<Tensor>& t, const Tensor& lik
 std::optional<Tensor> per_row(const std::optional<Tensor>& t, int64_t rows, ScalarType type,
                               const char* name) {
   if (!t.has_value()) return std::nullopt;
-  STD_TORCH_CHECK(t->dim() == 1 && t->size(0) == rows && t->scalar_type() == type,
-                  "fastrl: ", name, " must be [rows] in the dtype of the results");
+  STD_TORCH_CHECK(t->dim() == 1 && t->size(0) == rows && t->scalar_type() == type, "fastrl: ", name,
+                  " must be [rows] in the dtype of the results");
   return t;
 }
 
@@ -62,7 +64,8 @@ GaeInputs gather(const Tensor& rewards, const std::optional<Tensor>& values,
   args.gamma = gamma;
   args.lam = lam;
   args.returns_lam = returns_lam;
-  args.two_lambdas = in.lam_rows.has_value() ? returns_lam >= 0 : returns_lam >= 0 && returns_lam != lam;
+  args.two_lambdas =
+      in.lam_rows.has_value() ? returns_lam >= 0 : returns_lam >= 0 && returns_lam != lam;
   args.holes = static_cast<Holes>(holes);
   args.fill_carry = fill_carry;
   args.out_stride = in.rewards.dim() == 2 ? in.rewards.size(1) : 0;
@@ -82,9 +85,9 @@ void run(const GaeInputs& in) {
 
 void check_out(const Tensor& out, const Tensor& rewards, const char* name) {
   check_same_shape(out, rewards, name);
-  STD_TORCH_CHECK(out.is_contiguous() &&
-                      out.scalar_type() == compute_type(kind_of(rewards, "rewards")),
-                  "fastrl: ", name, " must be contiguous and in the dtype of the results");
+  STD_TORCH_CHECK(
+      out.is_contiguous() && out.scalar_type() == compute_type(kind_of(rewards, "rewards")),
+      "fastrl: ", name, " must be contiguous and in the dtype of the results");
 }
 
 // returns_lam < 0 means: the same as lam.
@@ -102,14 +105,16 @@ void gae_out_cpu(const Tensor& rewards, const Tensor& values, const std::optiona
   run(in);
 }
 
-std::tuple<Tensor, Tensor> gae_cpu(
-    const Tensor& rewards, const Tensor& values, const std::optional<Tensor>& mask,
-    const std::optional<Tensor>& dones, const std::optional<Tensor>& bootstrap,
-    const std::optional<Tensor>& lam_rows, const std::optional<Tensor>& cu_seqlens, double gamma,
-    double lam, double returns_lam, int64_t holes, bool fill_carry) {
+std::tuple<Tensor, Tensor> gae_cpu(const Tensor& rewards, const Tensor& values,
+                                   const std::optional<Tensor>& mask,
+                                   const std::optional<Tensor>& dones,
+                                   const std::optional<Tensor>& bootstrap,
+                                   const std::optional<Tensor>& lam_rows,
+                                   const std::optional<Tensor>& cu_seqlens, double gamma,
+                                   double lam, double returns_lam, int64_t holes, bool fill_carry) {
   Tensor advantages = new_like(rewards), returns = new_like(rewards);
-  gae_out_cpu(rewards, values, mask, dones, bootstrap, lam_rows, cu_seqlens, gamma, lam, returns_lam,
-              holes, fill_carry, advantages, returns);
+  gae_out_cpu(rewards, values, mask, dones, bootstrap, lam_rows, cu_seqlens, gamma, lam,
+              returns_lam, holes, fill_carry, advantages, returns);
   return {advantages, returns};
 }
 
@@ -126,8 +131,9 @@ Tensor discounted_returns_cpu(const Tensor& rewards, const std::optional<Tensor>
   return out;
 }
 
-// Gradients in the dtype of the results. `shape` is any tensor with the shape of the rewards: their values are not
-// needed. grad_values is empty for discounted returns, grad_bootstrap has one element per row.
+// Gradients in the dtype of the results. `shape` is any tensor with the shape of the rewards: their
+// values are not needed. grad_values is empty for discounted returns, grad_bootstrap has one
+// element per row.
 std::tuple<Tensor, Tensor, Tensor> gae_backward_cpu(
     const Tensor& grad_advantages, const std::optional<Tensor>& grad_returns,
     const std::optional<Tensor>& mask, const std::optional<Tensor>& dones,
@@ -141,8 +147,9 @@ std::tuple<Tensor, Tensor, Tensor> gae_backward_cpu(
   args.grad_advantages = in.args.rewards;
   args.grad_returns = in.args.values;
   Tensor grad_rewards = new_like(grad_advantages);
-  Tensor grad_values = has_values ? new_like(grad_advantages)
-                                  : torch::stable::new_empty(grad_rewards, std::array<int64_t, 1>{0});
+  Tensor grad_values = has_values
+                           ? new_like(grad_advantages)
+                           : torch::stable::new_empty(grad_rewards, std::array<int64_t, 1>{0});
   Tensor grad_bootstrap =
       torch::stable::new_empty(grad_rewards, std::array<int64_t, 1>{in.args.rows.count});
   args.grad_rewards = grad_rewards.mutable_data_ptr();

@@ -1,11 +1,13 @@
-// Generalised advantage estimation on CPU, a block of lanes at a time from the right end of a row to the left.
+// Generalised advantage estimation on CPU, a block of lanes at a time from the right end of a row
+// to the left.
 //
-// A_t = delta_t + c A_{t+1} with c = gamma * lambda is scanned inside a block by log-steps of shift and add, without
-// the carry; what comes from the right is added afterwards with the powers of c. So the only chain from block to block
-// is one multiply-add. Holes are closed by compressing a block to its valid lanes first and opened again at the store.
+// A_t = delta_t + c A_{t+1} with c = gamma * lambda is scanned inside a block by log-steps of shift
+// and add, without the carry; what comes from the right is added afterwards with the powers of c.
+// So the only chain from block to block is one multiply-add. Holes are closed by compressing a
+// block to its valid lanes first and opened again at the store.
 //
-// The first block ends at the last valid token, not at the end of the row, so that a row gives the same bits with any
-// amount of padding, on either side, and packed.
+// The first block ends at the last valid token, not at the end of the row, so that a row gives the
+// same bits with any amount of padding, on either side, and packed.
 #include "gae/gae_kernel.h"
 
 #include "common/scan.h"
@@ -15,10 +17,11 @@
 namespace fastrl::FASTRL_CAPABILITY {
 namespace {
 
-// c^k for the distances that a block can need, laid out so that one unaligned load gives c^(n-i) for lane i < n.
+// c^k for the distances that a block can need, laid out so that one unaligned load gives c^(n-i)
+// for lane i < n.
 template <typename T>
 struct Powers {
-  T step[4];                 // c, c^2, c^4, c^8: factors of the log-steps
+  T step[4];                    // c, c^2, c^4, c^8: factors of the log-steps
   T descending[2 * kLanes<T>];  // c^L, ..., c^1, then zeros
 
   explicit Powers(T c) {
@@ -89,7 +92,8 @@ FASTRL_INLINE uint32_t compress_bits(uint32_t bits, uint32_t kept) {
   return packed;
 }
 
-// Masked outputs that keep the running value (verl's convention) depend on the nearest valid lane to the right.
+// Masked outputs that keep the running value (verl's convention) depend on the nearest valid lane
+// to the right.
 template <typename T>
 void fill_holes(Vec<T>& advantages, Vec<T>& returns, Vec<T> values, uint32_t bits, int n,
                 T carried_advantage, T carried_return) {
@@ -134,8 +138,8 @@ void gae_row(const GaeArgs& args, int64_t row) {
   int64_t end = length;
   if constexpr (kMask) {
     // Padding on the right changes no state unless it bootstraps through steps of its own.
-    const bool padding_is_inert = args.holes == Holes::carry ||
-                                  (args.holes == Holes::zero_step && args.bootstrap.data == nullptr);
+    const bool padding_is_inert = args.holes == Holes::carry || (args.holes == Holes::zero_step &&
+                                                                 args.bootstrap.data == nullptr);
     if (padding_is_inert) {
       while (end > 0 && !mask_at(args.mask, mask_at_row + end - 1)) {
         --end;
@@ -155,9 +159,9 @@ void gae_row(const GaeArgs& args, int64_t row) {
     stop = column;
     const bool whole = n == kLanes<T>;
 
-    Vec<T> rewards = whole ? load_as<T>(args.rewards.data, args.rewards.kind, reward_at + column)
-                           : load_first_as<T>(args.rewards.data, args.rewards.kind,
-                                              reward_at + column, n);
+    Vec<T> rewards =
+        whole ? load_as<T>(args.rewards.data, args.rewards.kind, reward_at + column)
+              : load_first_as<T>(args.rewards.data, args.rewards.kind, reward_at + column, n);
     Vec<T> values = {};
     if constexpr (kValues) {
       values = whole ? load_as<T>(args.values.data, args.values.kind, value_at + column)
@@ -205,7 +209,8 @@ void gae_row(const GaeArgs& args, int64_t row) {
       } else if constexpr (kValues) {
         returns = advantages + values;
       }
-      // Discounted returns carry G itself: V = 0, so the bootstrap enters once, through the first TD error.
+      // Discounted returns carry G itself: V = 0, so the bootstrap enters once, through the first
+      // TD error.
       next_value = kValues ? static_cast<T>(values[0]) : T{0};
     }
 
@@ -247,8 +252,8 @@ void gae_range(const GaeArgs& args, int64_t first_row, int64_t last_row) {
 // The adjoint runs left to right over the same valid tokens:
 //   u_t = gA_t + c u_{t-1},  w_t = gR_t + c' w_{t-1},  d_t = u_t + w_t  (the gradient of delta_t)
 //   grad r_t = d_t,  grad V_t = gR_t - d_t + gamma d_{t-1},  grad bootstrap = gamma d_last
-// with c, c' and gamma replaced by 0 across the end of an episode. Training never differentiates through advantages in
-// bulk, so this is a plain loop.
+// with c, c' and gamma replaced by 0 across the end of an episode. Training never differentiates
+// through advantages in bulk, so this is a plain loop.
 template <typename T>
 void gae_grad_row(const GaeGradArgs& args, int64_t row) {
   const GaeArgs& f = args.forward;
@@ -274,7 +279,8 @@ void gae_grad_row(const GaeGradArgs& args, int64_t row) {
     T value_grad = 0, reward_grad = 0;
     if (is_step) {
       // Masked outputs are constants: 0, or values that only mirror a trainer's padding.
-      const T g_advantage = valid ? element<T>(args.grad_advantages, advantage_row + t, T{0}) : T{0};
+      const T g_advantage =
+          valid ? element<T>(args.grad_advantages, advantage_row + t, T{0}) : T{0};
       const T g_return = valid ? element<T>(args.grad_returns, return_row + t, T{0}) : T{0};
       const T decay = cut ? T{0} : gamma;
       u = g_advantage + decay * lam * u;
