@@ -161,7 +161,9 @@ def _running_mean(values: Sequence[float], width: int) -> list[float]:
 
 def _from_zero(axes: Any, least: float) -> None:
     """A y axis from 0, at least to `least`, so that noise around zero does not fill the figure."""
-    axes.set_ylim(0, max(axes.get_ylim()[1], least))
+    top = max(1.05 * axes.dataLim.y1, least)
+    # A hair below 0, or a line at 0 would be half hidden.
+    axes.set_ylim(-0.02 * top, top)
 
 
 def _reward(axes: Any, run: Run, theme: Theme) -> None:
@@ -179,8 +181,9 @@ def _reward(axes: Any, run: Run, theme: Theme) -> None:
         )
     _line(axes, mean, theme.lines[0], "mean", smooth=True)
     correct = run.series("reward/correct")
-    # With rewards of 0 and 1 alone, the share of correct answers is the mean once more.
-    if correct != mean:
+    # With rewards of almost only 0 and 1, the share of correct answers is the mean once more.
+    apart = [abs(a - b) for a, b in zip(correct.values, mean.values, strict=False)]
+    if correct.steps != mean.steps or max(apart, default=0.0) > 0.05:
         _line(axes, correct, theme.lines[2], "share correct", smooth=True)
     axes.set_ylabel("reward")
 
@@ -217,10 +220,12 @@ def _evaluation(axes: Any, run: Run, theme: Theme) -> None:
 
 
 def _kl(axes: Any, run: Run, theme: Theme) -> None:
-    _line(axes, run.series("kl/ref"), theme.lines[0], "to the reference", smooth=True)
-    _line(axes, run.series("policy/approx_kl"), theme.lines[1], "to the rollout", smooth=True)
+    reference, rollout = run.series("kl/ref"), run.series("policy/approx_kl")
+    _line(axes, reference, theme.lines[0], "to the reference", smooth=True)
+    _line(axes, rollout, theme.lines[1], "to the rollout", smooth=True)
     _from_zero(axes, 1e-3)
-    axes.set_ylabel("nats per token")
+    alone = "" if reference.steps else ", to the rollout"
+    axes.set_ylabel(f"nats per token{alone}")
 
 
 def _clip(axes: Any, run: Run, theme: Theme) -> None:
