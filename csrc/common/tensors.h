@@ -1,5 +1,6 @@
-// From torch's stable tensors to the raw views of views.h, with the checks that keep a direct caller of
-// torch.ops.fastrl.* from reading out of bounds. Python has already given users better messages.
+// From torch's stable tensors to the raw views of views.h, with the checks that keep a direct
+// caller of torch.ops.fastrl.* from reading out of bounds. Python has already given users better
+// messages.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -14,6 +15,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "common/views.h"
 
@@ -42,7 +44,8 @@ inline ScalarType compute_type(Kind kind) {
   return kind == Kind::f64 ? ScalarType::Double : ScalarType::Float;
 }
 
-// Kernels walk rows with unit stride; other layouts (time first, expanded) are copied once by torch.
+// Kernels walk rows with unit stride; other layouts (time first, expanded) are copied once by
+// torch.
 inline Tensor unit_stride_rows(const Tensor& t) {
   const int64_t last = t.dim() - 1;
   if (t.dim() > 0 && (t.stride(last) == 1 || t.size(last) <= 1)) return t;
@@ -98,11 +101,36 @@ inline Rows rows_of(const Tensor& t, const std::optional<Tensor>& cu_seqlens) {
   return rows;
 }
 
-// A fresh tensor for results. The first touch of fresh memory costs as much as the arithmetic, most of it per page: large
-// results ask for huge pages, which is a hint and changes nothing else.
+// A fresh tensor on the device of `like`. torch::stable::new_empty looks the operator up by name at
+// every call, which costs more than the allocation and shows in calls on few elements.
+inline Tensor new_tensor(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
+                         ScalarType type) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t d = sizes.size(); d-- > 0;) {
+    strides[d] = stride;
+    stride *= sizes[d] > 1 ? sizes[d] : 1;
+  }
+  const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+  int32_t device_type, device_index;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()),
+                                                         sizes.data(), strides.data(), dtype,
+                                                         device_type, device_index, &handle));
+  return Tensor(handle);
+}
+
+inline Tensor dense(const Tensor& t) {
+  return t.is_contiguous() ? t : torch::stable::contiguous(t);
+}
+
+// A fresh tensor for results. The first touch of fresh memory costs as much as the arithmetic, most
+// of it per page: large results ask for huge pages, which is a hint and changes nothing else.
 inline Tensor new_output(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
                          ScalarType type) {
-  Tensor out = torch::stable::new_empty(like, sizes, type);
+  Tensor out = new_tensor(like, sizes, type);
 #if defined(__linux__)
   constexpr uintptr_t kHugePage = uintptr_t{1} << 21;
   const size_t bytes = static_cast<size_t>(out.numel()) * out.element_size();

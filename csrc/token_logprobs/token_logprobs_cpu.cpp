@@ -47,7 +47,7 @@ bool fold_rows(const Tensor& logits, LogitsView& view) {
 Tensor per_row(const Tensor& t, int64_t rows, ScalarType type, const char* name) {
   STD_TORCH_CHECK(t.numel() == rows && t.scalar_type() == type, "fastrl: ", name,
                   " must have one element per row of logits, in the expected dtype");
-  return torch::stable::contiguous(t);
+  return dense(t);
 }
 
 Inputs gather(const Tensor& logits, const Tensor& tokens, const std::optional<Tensor>& temperatures,
@@ -61,7 +61,7 @@ Inputs gather(const Tensor& logits, const Tensor& tokens, const std::optional<Te
   in.rows = logits.numel() / view.classes;
   in.logits = logits;
   if (in.rows > 0 && !fold_rows(logits, view)) {
-    in.logits = torch::stable::contiguous(logits);
+    in.logits = dense(logits);
     fold_rows(in.logits, view);
   }
   view.data = in.logits.const_data_ptr();
@@ -85,11 +85,11 @@ std::tuple<Tensor, Tensor, Tensor> token_logprobs_cpu(const Tensor& logits, cons
   Inputs in = gather(logits, tokens, temperatures, temperature);
   const ScalarType type = compute_type(in.args.logits.kind);
   std::vector<int64_t> shape(tokens.sizes().begin(), tokens.sizes().end());
-  Tensor logp = torch::stable::new_empty(logits, shape, type);
-  Tensor entropies = entropy ? torch::stable::new_empty(logits, shape, type)
-                             : torch::stable::new_empty(logits, std::array<int64_t, 1>{0}, type);
+  Tensor logp = new_tensor(logits, shape, type);
+  Tensor entropies = entropy ? new_tensor(logits, shape, type)
+                             : new_tensor(logits, std::array<int64_t, 1>{0}, type);
   shape.push_back(3);
-  Tensor statistics = torch::stable::new_empty(logits, shape, type);
+  Tensor statistics = new_tensor(logits, shape, type);
   in.args.logp = logp.mutable_data_ptr();
   if (entropy) in.args.entropy = entropies.mutable_data_ptr();
   in.args.statistics = statistics.mutable_data_ptr();
