@@ -31,9 +31,8 @@ FASTRL_INLINE T scan(int64_t length, T carry, Factor factor, Term term, Emit emi
     const int64_t column = kRightToLeft ? length - done - n : done;
     done += n;
     Vec<T> f = factor(column, n), x = term(column, n);
-    const IVec<T> active = first_lanes<T>(n);
-    f = active ? f : broadcast<T>(1);
-    x = active ? x : Vec<T>{};
+    f = select_bits<T>(first_bits(n), f, broadcast<T>(1));
+    x = select_bits<T>(first_bits(n), x, Vec<T>{});
     if constexpr (!kRightToLeft) {
       f = reversed<T>(f);
       x = reversed<T>(x);

@@ -1,8 +1,4 @@
-// Transcendental functions on the vectors of vec.h, and the processor's own registers that they are computed in.
-//
-// GCC splits 64-byte arithmetic into narrower registers by itself, but turns comparisons and `m ? a : b` on them into
-// one branch per lane. So code that compares works on native parts: a vector is cut into as many registers as it takes,
-// each is computed as one unit, and the parts are put together again.
+// Transcendental functions on the native parts of the vectors of vec.h.
 //
 // Include from *_kernel.cpp files only.
 #pragma once
@@ -12,37 +8,6 @@
 #include "common/vec.h"
 
 namespace fastrl::FASTRL_CAPABILITY {
-
-#if defined(__AVX512F__)
-constexpr int kNativeBytes = 64;
-#elif defined(__AVX2__)
-constexpr int kNativeBytes = 32;
-#else
-constexpr int kNativeBytes = 16;
-#endif
-constexpr int kNativeParts = 64 / kNativeBytes;
-
-typedef float f32n __attribute__((vector_size(kNativeBytes)));
-typedef int32_t i32n __attribute__((vector_size(kNativeBytes)));
-typedef double f64n __attribute__((vector_size(kNativeBytes)));
-typedef int64_t i64n __attribute__((vector_size(kNativeBytes)));
-
-template <typename T>
-struct NativeOf;
-template <>
-struct NativeOf<float> {
-  using vec = f32n;
-  using ivec = i32n;
-};
-template <>
-struct NativeOf<double> {
-  using vec = f64n;
-  using ivec = i64n;
-};
-template <typename T>
-using Native = typename NativeOf<T>::vec;
-template <typename T>
-using NativeInt = typename NativeOf<T>::ivec;
 
 // The larger one, b where either is NaN. What the processor does in one instruction g++ 12 does not always find.
 FASTRL_INLINE f32n native_max(f32n a, f32n b) {
@@ -76,12 +41,35 @@ FASTRL_INLINE f32n expm1_remainder(f32n x, f32n n) {
 }
 FASTRL_INLINE f32n exp_remainder(f32n x, f32n n) { return expm1_remainder(x, n) + 1.0f; }
 
-// x within the range that native_exp tells from its ends; a NaN, for which every comparison is false, passes.
+// The smaller of x and bound, x if it is NaN: what a minimum instruction does when x is its second operand.
+FASTRL_INLINE f32n native_at_most(f32n x, f32n bound) {
+#if defined(__AVX512F__)
+  return (f32n)_mm512_min_ps((__m512)bound, (__m512)x);
+#elif defined(__AVX2__)
+  return (f32n)_mm256_min_ps((__m256)bound, (__m256)x);
+#elif defined(__x86_64__)
+  return (f32n)_mm_min_ps((__m128)bound, (__m128)x);
+#else
+  return x > bound ? bound : x;
+#endif
+}
+FASTRL_INLINE f32n native_at_least(f32n x, f32n bound) {
+#if defined(__AVX512F__)
+  return (f32n)_mm512_max_ps((__m512)bound, (__m512)x);
+#elif defined(__AVX2__)
+  return (f32n)_mm256_max_ps((__m256)bound, (__m256)x);
+#elif defined(__x86_64__)
+  return (f32n)_mm_max_ps((__m128)bound, (__m128)x);
+#else
+  return x < bound ? bound : x;
+#endif
+}
+
+// x within the range that native_exp tells from its ends.
 FASTRL_INLINE f32n exp_range(f32n x) {
   constexpr float kHigh = 89.0f;   // e^89 overflows
   constexpr float kLow = -104.0f;  // e^-104 is less than half of the smallest subnormal
-  x = x > kHigh ? f32n{} + kHigh : x;
-  return x < kLow ? f32n{} + kLow : x;
+  return native_at_least(native_at_most(x, f32n{} + kHigh), f32n{} + kLow);
 }
 
 // fraction * 2^n for whole n in [-150, 128]; `shifted` is n + kRoundToWhole.

@@ -1,8 +1,13 @@
 // Logical vectors of 64 bytes: 16 floats or 8 doubles, one source for every capability.
 //
-// They are GCC/Clang vector extensions, which the compiler maps to one AVX-512, two AVX2 or four SSE/NEON registers, so
-// an algorithm has the same lanes and the same order of operations everywhere. Operators, comparisons (which give an
-// integer vector of 0 and -1) and `m ? a : b` work lane by lane. Only what the compiler does badly has intrinsics.
+// They are GCC/Clang vector extensions, which the compiler maps to one AVX-512, two AVX2 or four
+// SSE/NEON registers, so an algorithm has the same lanes and the same order of operations
+// everywhere. Arithmetic works lane by lane.
+//
+// g++ splits 64-byte arithmetic into narrower registers by itself, but turns comparisons, `m ? a :
+// b` and shuffles of them into code for each lane. So those work on native parts: a vector is cut
+// into as many registers as it takes, each is computed as one unit, and the parts are put together
+// again. Intrinsics stand where the compiler has no word for it.
 //
 // Include from *_kernel.cpp files only: everything here belongs to the capability being compiled.
 #pragma once
@@ -54,87 +59,145 @@ FASTRL_INLINE Vec<T> broadcast(T value) {
   return Vec<T>{} + value;
 }
 
-template <typename T>
-FASTRL_INLINE IVec<T> lane_index() {
-  if constexpr (sizeof(T) == 4) {
-    return IVec<T>{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  } else {
-    return IVec<T>{0, 1, 2, 3, 4, 5, 6, 7};
-  }
-}
+#if defined(__AVX512F__)
+constexpr int kNativeBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kNativeBytes = 32;
+#else
+constexpr int kNativeBytes = 16;
+#endif
+constexpr int kNativeParts = 64 / kNativeBytes;
 
-// Lane mask (0 or -1) of the first n lanes.
-template <typename T>
-FASTRL_INLINE IVec<T> first_lanes(int n) {
-  return lane_index<T>() < static_cast<typename Simd<T>::lane_int>(n);
-}
-
-// Lane mask from bits: lane i is set when bit i is.
-template <typename T>
-FASTRL_INLINE IVec<T> lanes_of(uint32_t bits) {
-  using I = typename Simd<T>::lane_int;
-  if constexpr (sizeof(T) == 4) {
-    const IVec<T> bit = {1,   2,   4,    8,    16,   32,   64,    128,
-                         256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
-    return (static_cast<I>(bits) & bit) != 0;
-  } else {
-    const IVec<T> bit = {1, 2, 4, 8, 16, 32, 64, 128};
-    return (static_cast<I>(bits) & bit) != 0;
-  }
-}
+typedef float f32n __attribute__((vector_size(kNativeBytes)));
+typedef int32_t i32n __attribute__((vector_size(kNativeBytes)));
+typedef double f64n __attribute__((vector_size(kNativeBytes)));
+typedef int64_t i64n __attribute__((vector_size(kNativeBytes)));
 
 template <typename T>
-constexpr uint32_t kAllLanes = (uint32_t{1} << kLanes<T>) - 1;
+struct NativeOf;
+template <>
+struct NativeOf<float> {
+  using vec = f32n;
+  using ivec = i32n;
+};
+template <>
+struct NativeOf<double> {
+  using vec = f64n;
+  using ivec = i64n;
+};
+template <typename T>
+using Native = typename NativeOf<T>::vec;
+template <typename T>
+using NativeInt = typename NativeOf<T>::ivec;
+
+template <typename T>
+struct Parts {
+  Native<T> part[kNativeParts];
+};
+template <typename T>
+FASTRL_INLINE Parts<T> cut(Vec<T> v) {
+  return __builtin_bit_cast(Parts<T>, v);
+}
+template <typename T>
+FASTRL_INLINE Vec<T> join(const Parts<T>& parts) {
+  return __builtin_bit_cast(Vec<T>, parts);
+}
+
+// 0, 1, 2, ... in the lanes of one native part.
+template <typename T>
+FASTRL_INLINE NativeInt<T> part_index() {
+  NativeInt<T> index = {};
+  for (int i = 0; i < kLanes<T> / kNativeParts; ++i) index[i] = i;
+  return index;
+}
+
+template <typename T>
+constexpr uint32_t kAllLanes = (uint32_t{1} << kLanes<T>)-1;
 
 FASTRL_INLINE uint32_t first_bits(int n) { return (uint32_t{1} << n) - 1; }
 FASTRL_INLINE int count_bits(uint32_t bits) { return __builtin_popcount(bits); }
 
-// Lane i takes lane i + Step of `v`; the top Step lanes take `fill`.
-template <typename T, int Step>
-FASTRL_INLINE Vec<T> shift_down(Vec<T> v, Vec<T> fill) {
-#if defined(__clang__)
+// Lanes Shift, Shift + 1, ... of the two parts one after the other.
+template <typename T, int Shift>
+FASTRL_INLINE Native<T> shift_pair(Native<T> low, Native<T> high) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // alignr works within halves of 16 bytes: feed it the halves that meet.
+  const __m256i a = (__m256i)low, b = (__m256i)high;
+  const __m256i middle = _mm256_permute2x128_si256(a, b, 0x21);
+  constexpr int kBytes = Shift * static_cast<int>(sizeof(T));
+  if constexpr (kBytes == 16) return (Native<T>)middle;
+  if constexpr (kBytes < 16) return (Native<T>)_mm256_alignr_epi8(middle, a, kBytes % 16);
+  return (Native<T>)_mm256_alignr_epi8(b, middle, kBytes % 16);
+#elif defined(__clang__)
+  constexpr int kStep = kLanes<T> / kNativeParts;
+  Native<T> out;
+  for (int i = 0; i < kStep; ++i)
+    out[i] = i + Shift < kStep ? low[i + Shift] : high[i + Shift - kStep];
+  return out;
+#else
+  using I = typename Simd<T>::lane_int;
+  return __builtin_shuffle(low, high, part_index<T>() + static_cast<I>(Shift));
+#endif
+}
+
+// Lane i of `a` where bit i is set, of `b` elsewhere.
+template <typename T>
+FASTRL_INLINE Vec<T> select_bits(uint32_t bits, Vec<T> a, Vec<T> b) {
+#if defined(__AVX512F__)
   if constexpr (sizeof(T) == 4) {
-    return __builtin_shufflevector(v, fill, Step, Step + 1, Step + 2, Step + 3, Step + 4, Step + 5,
-                                   Step + 6, Step + 7, Step + 8, Step + 9, Step + 10, Step + 11,
-                                   Step + 12, Step + 13, Step + 14, Step + 15);
+    return (Vec<T>)_mm512_mask_blend_ps(static_cast<__mmask16>(bits), (__m512)b, (__m512)a);
   } else {
-    return __builtin_shufflevector(v, fill, Step, Step + 1, Step + 2, Step + 3, Step + 4, Step + 5,
-                                   Step + 6, Step + 7);
+    return (Vec<T>)_mm512_mask_blend_pd(static_cast<__mmask8>(bits), (__m512d)b, (__m512d)a);
   }
 #else
   using I = typename Simd<T>::lane_int;
-  return __builtin_shuffle(v, fill, lane_index<T>() + static_cast<I>(Step));
+  constexpr int kStep = kLanes<T> / kNativeParts;
+  const NativeInt<T> bit = (NativeInt<T>{} + I{1}) << part_index<T>();
+  Parts<T> yes = cut<T>(a), no = cut<T>(b), out;
+  for (int p = 0; p < kNativeParts; ++p) {
+    const NativeInt<T> lanes = (static_cast<I>(bits >> (p * kStep)) & bit) != 0;
+    out.part[p] = lanes ? yes.part[p] : no.part[p];
+  }
+  return join<T>(out);
 #endif
+}
+
+// Lane i takes lane i + Step of `v`; the top Step lanes take `fill`.
+template <typename T, int Step>
+FASTRL_INLINE Vec<T> shift_down(Vec<T> v, Vec<T> fill) {
+  constexpr int kStep = kLanes<T> / kNativeParts;
+  constexpr int kWhole = Step / kStep, kRest = Step % kStep;
+  const Parts<T> low = cut<T>(v), high = cut<T>(fill);
+  const auto part = [&](int p) {
+    return p < kNativeParts ? low.part[p] : high.part[p - kNativeParts];
+  };
+  Parts<T> out;
+  for (int p = 0; p < kNativeParts; ++p) {
+    if constexpr (kRest == 0) {
+      out.part[p] = part(p + kWhole);
+    } else {
+      out.part[p] = shift_pair<T, kRest>(part(p + kWhole), part(p + kWhole + 1));
+    }
+  }
+  return join<T>(out);
 }
 
 // Lanes in opposite order.
 template <typename T>
 FASTRL_INLINE Vec<T> reversed(Vec<T> v) {
+  constexpr int kStep = kLanes<T> / kNativeParts;
+  const Parts<T> in = cut<T>(v);
+  Parts<T> out;
+  for (int p = 0; p < kNativeParts; ++p) {
+    const Native<T> x = in.part[kNativeParts - 1 - p];
 #if defined(__clang__)
-  if constexpr (sizeof(T) == 4) {
-    return __builtin_shufflevector(v, v, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  } else {
-    return __builtin_shufflevector(v, v, 7, 6, 5, 4, 3, 2, 1, 0);
-  }
+    for (int i = 0; i < kStep; ++i) out.part[p][i] = x[kStep - 1 - i];
 #else
-  using I = typename Simd<T>::lane_int;
-  return __builtin_shuffle(v, static_cast<I>(kLanes<T> - 1) - lane_index<T>());
+    using I = typename Simd<T>::lane_int;
+    out.part[p] = __builtin_shuffle(x, static_cast<I>(kStep - 1) - part_index<T>());
 #endif
-}
-
-template <typename T>
-FASTRL_INLINE Vec<T> vmin(Vec<T> a, Vec<T> b) {
-  return a < b ? a : b;
-}
-template <typename T>
-FASTRL_INLINE Vec<T> vmax(Vec<T> a, Vec<T> b) {
-  return a > b ? a : b;
-}
-template <typename T>
-FASTRL_INLINE Vec<T> vabs(Vec<T> a) {
-  using I = typename Simd<T>::lane_int;
-  constexpr I kSign = static_cast<I>(~(uint64_t{1} << (8 * sizeof(T) - 1)));
-  return reinterpret_cast<Vec<T>>(reinterpret_cast<IVec<T>>(a) & kSign);
+  }
+  return join<T>(out);
 }
 
 // Sum of lanes as a fixed tree: the result depends on the lanes alone.
@@ -200,13 +263,15 @@ FASTRL_INLINE Vec<T> compress(Vec<T> v, uint32_t bits) {
   T in[kLanes<T>], out[kLanes<T> + 1] = {};
   std::memcpy(in, &v, sizeof(v));
   int n = 0;
-  for (int i = 0; i < kLanes<T>; ++i) {  // branch-free: the write position moves only past valid lanes
+  for (int i = 0; i < kLanes<T>;
+       ++i) {  // branch-free: the write position moves only past valid lanes
     out[n] = in[i];
     n += (bits >> i) & 1;
   }
+  out[n] = 0;  // an invalid lane may have been left there; nothing was written behind it
   Vec<T> packed;
   std::memcpy(&packed, out, sizeof(packed));
-  return first_lanes<T>(n) ? packed : Vec<T>{};
+  return packed;
 #endif
 }
 
@@ -234,7 +299,8 @@ FASTRL_INLINE Vec<T> expand(Vec<T> v, uint32_t bits) {
 #endif
 }
 
-// ---- elements of any floating kind as T -----------------------------------------------------------------------------
+// ---- elements of any floating kind as T
+// -----------------------------------------------------------------------------
 
 FASTRL_INLINE f32x16 widen_bf16(u16x16 bits) {
 #if defined(__AVX512F__)
@@ -256,11 +322,10 @@ FASTRL_INLINE f32x16 widen_f16(u16x16 bits) {
   std::memcpy(&out, parts, sizeof(out));
   return out;
 #else
-  // Shift exponent and mantissa into place and rescale by 2^112, which also makes subnormals right; inf and NaN then
-  // need their exponent filled up.
+  // Shift exponent and mantissa into place and rescale by 2^112, which also makes subnormals right;
+  // inf and NaN then need their exponent filled up.
   const i32x16 wide = __builtin_convertvector(bits, i32x16);
-  const f32x16 magnitude =
-      reinterpret_cast<f32x16>((wide & 0x7fff) << 13) * 5.192296858534828e33f;
+  const f32x16 magnitude = reinterpret_cast<f32x16>((wide & 0x7fff) << 13) * 5.192296858534828e33f;
   const i32x16 special = (wide & 0x7c00) == 0x7c00;
   const i32x16 magnitude_bits = reinterpret_cast<i32x16>(magnitude) | (special & 0x7f800000);
   return reinterpret_cast<f32x16>(magnitude_bits | ((wide & 0x8000) << 16));
@@ -345,7 +410,8 @@ FASTRL_INLINE void store_first_as(void* data, Kind kind, int64_t index, Vec<T> v
   }
 }
 
-// ---- masks ----------------------------------------------------------------------------------------------------------
+// ---- masks
+// ----------------------------------------------------------------------------------------------------------
 
 FASTRL_INLINE bool mask_at(const MaskView& mask, int64_t index) {
   switch (mask.width) {
@@ -371,7 +437,8 @@ FASTRL_INLINE uint32_t mask_bits(const MaskView& mask, int64_t index, int n) {
   }
 #endif
 #if defined(__AVX512F__)
-  // Trainers keep masks as int64 as often as bool. Whole vectors take the plain loads: masked ones are slower.
+  // Trainers keep masks as int64 as often as bool. Whole vectors take the plain loads: masked ones
+  // are slower.
   if (mask.width == 8) {
     const auto* const p = static_cast<const int64_t*>(mask.data) + index;
     const __m512i significant = _mm512_set1_epi64(static_cast<int64_t>(mask.significant));
@@ -389,10 +456,11 @@ FASTRL_INLINE uint32_t mask_bits(const MaskView& mask, int64_t index, int n) {
   }
   if (mask.width == 4) {
     const auto* const p = static_cast<const int32_t*>(mask.data) + index;
-    const __m512i values =
-        n == 16 ? _mm512_loadu_si512(p)
-                : _mm512_maskz_loadu_epi32(static_cast<__mmask16>(first_bits(n)), p);
-    return _mm512_test_epi32_mask(values, _mm512_set1_epi32(static_cast<int32_t>(mask.significant)));
+    const __m512i values = n == 16
+                               ? _mm512_loadu_si512(p)
+                               : _mm512_maskz_loadu_epi32(static_cast<__mmask16>(first_bits(n)), p);
+    return _mm512_test_epi32_mask(values,
+                                  _mm512_set1_epi32(static_cast<int32_t>(mask.significant)));
   }
 #elif defined(__AVX2__)
   if (mask.width == 8 && n == 16) {

@@ -60,11 +60,11 @@ struct Recursion {
 
   explicit Recursion(T c) : powers(c), constant(c) {}
 
-  FASTRL_INLINE Vec<T> block(Vec<T> delta, IVec<T> done, int n) {
+  FASTRL_INLINE Vec<T> block(Vec<T> delta, uint32_t done_bits, int n) {
     Vec<T> sums, reach;
     if constexpr (kDones) {
-      reach = first_lanes<T>(n) ? broadcast<T>(constant) : broadcast<T>(1);
-      reach = done ? Vec<T>{} : reach;
+      reach = select_bits<T>(first_bits(n), broadcast<T>(constant), broadcast<T>(1));
+      reach = select_bits<T>(done_bits, Vec<T>{}, reach);
       sums = delta;
       suffix_scan<T>(sums, reach);
     } else {
@@ -183,9 +183,8 @@ void gae_row(const GaeArgs& args, int64_t row) {
           if constexpr (kDones) done_bits = compress_bits(done_bits, valid);
         }
       } else if (args.holes == Holes::zero_step) {
-        const IVec<T> lanes = lanes_of<T>(kept);
-        rewards = lanes ? rewards : Vec<T>{};
-        if constexpr (kValues) values = lanes ? values : Vec<T>{};
+        rewards = select_bits<T>(kept, rewards, Vec<T>{});
+        if constexpr (kValues) values = select_bits<T>(kept, values, Vec<T>{});
         done_bits &= kept;
       }
     }
@@ -194,18 +193,17 @@ void gae_row(const GaeArgs& args, int64_t row) {
     const T right_advantage = main.carry;
     const T right_return = kTwo ? second.carry : main.carry;
     if (count > 0) {
-      const IVec<T> done = lanes_of<T>(done_bits);
-      Vec<T> next_values = shift_down<T, 1>(values, broadcast<T>(next_value));
-      if (count < kLanes<T>) {
-        const auto last = static_cast<typename Simd<T>::lane_int>(count - 1);
-        next_values = lane_index<T>() == last ? broadcast<T>(next_value) : next_values;
-        next_values = first_lanes<T>(count) ? next_values : Vec<T>{};
-      }
-      if constexpr (kDones) next_values = done ? Vec<T>{} : next_values;
+      // Lanes past the last valid one hold zeros in all that follows.
+      const uint32_t last = uint32_t{1} << (count - 1);
+      const Vec<T> right = broadcast<T>(next_value);
+      Vec<T> next_values = count == kLanes<T>
+                               ? shift_down<T, 1>(values, right)
+                               : select_bits<T>(last, right, shift_down<T, 1>(values, Vec<T>{}));
+      if constexpr (kDones) next_values = select_bits<T>(done_bits, Vec<T>{}, next_values);
       const Vec<T> delta = td_error<Vec<T>, T>(rewards, gamma, next_values, values);
-      advantages = main.block(delta, done, count);
+      advantages = main.block(delta, done_bits, count);
       if constexpr (kTwo) {
-        returns = second.block(delta, done, count) + values;
+        returns = second.block(delta, done_bits, count) + values;
       } else if constexpr (kValues) {
         returns = advantages + values;
       }
@@ -224,9 +222,8 @@ void gae_row(const GaeArgs& args, int64_t row) {
           }
         }
       } else if (!args.fill_carry) {
-        const IVec<T> lanes = lanes_of<T>(kept);
-        advantages = lanes ? advantages : Vec<T>{};
-        if constexpr (kValues) returns = lanes ? returns : Vec<T>{};
+        advantages = select_bits<T>(kept, advantages, Vec<T>{});
+        if constexpr (kValues) returns = select_bits<T>(kept, returns, Vec<T>{});
       }
     }
     emit(column, n, advantages, returns);
