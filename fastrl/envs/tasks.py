@@ -220,12 +220,12 @@ def number_match(question: Question, completion: str) -> float:
 
 
 def count_up(*, size: int, seed: int, length: int = 4) -> list[Question]:
-    """Count on from a number for `length` digits, modulo ten: "37>" is answered by "8901"."""
+    """Count on from a number for `length` digits, modulo ten: "37" is answered by "8901"."""
     rng = random.Random(f"count_up/{seed}")
     questions = []
     for start in rng.sample(range(100), min(size, 100)):
         answer = "".join(str((start + i) % 10) for i in range(1, length + 1))
-        questions.append(_scored_by_position(f"{start:02d}>", answer))
+        questions.append(_scored_by_position(f"{start:02d}", answer))
     return questions
 
 

@@ -33,6 +33,8 @@ class Trajectory:
     """Text sampled from the model, special tokens left out."""
     answer: str
     """The expected answer, or "" where there is none."""
+    question: str = ""
+    """The question as its source words it, without template."""
     prompt_ids: tuple[int, ...] = ()
     """Tokens of the prompt."""
     completion_ids: tuple[int, ...] = ()

@@ -52,6 +52,7 @@ def collect(
                         prompt=text,
                         completion=completion,
                         answer=question.answer,
+                        question=question.text,
                         prompt_ids=tuple(prompt),
                         completion_ids=tuple(tokens),
                         mask=(1,) * len(tokens),

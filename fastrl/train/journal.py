@@ -113,11 +113,11 @@ class Journal:
         write_trajectories(self._run_dir / "samples.jsonl", trajectories)
         if not self._config.log.progress:
             return
-        table = Table("prompt", "completion", "answer", "reward", title_justify="left")
+        table = Table("question", "completion", "answer", "reward")
         for t in trajectories:
             reward = "not scored" if t.reward is None else f"{t.reward:.3f}"
             # Text, because square brackets in a string would be read as markup.
-            cells = (t.prompt[-200:], t.completion[:200], t.answer[:80], reward)
+            cells = (t.question[:200], t.completion[:200], t.answer[:80], reward)
             table.add_row(*(Text(cell) for cell in cells))
         self._console.print(table)
 
