@@ -25,12 +25,17 @@ FASTRL_INLINE Wide<T> widen(Vec<T> v) {
   if constexpr (sizeof(T) == 8) {
     std::memcpy(&wide, &v, sizeof(v));
   } else {
+#if defined(__AVX512F__)  // g++ 12 converts by quarters
+    wide.part[0] = (f64n)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)v));
+    wide.part[1] = (f64n)_mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)v, 1));
+#else
     typedef float f32_half __attribute__((vector_size(kNativeBytes / 2)));
     f32_half halves[Wide<T>::kParts];
     std::memcpy(halves, &v, sizeof(v));
     for (int p = 0; p < Wide<T>::kParts; ++p) {
       wide.part[p] = __builtin_convertvector(halves[p], f64n);
     }
+#endif
   }
   return wide;
 }
@@ -41,12 +46,17 @@ FASTRL_INLINE Vec<T> narrow(const Wide<T>& wide) {
   if constexpr (sizeof(T) == 8) {
     std::memcpy(&v, &wide, sizeof(v));
   } else {
+#if defined(__AVX512F__)
+    const __m512 low = _mm512_castps256_ps512(_mm512_cvtpd_ps((__m512d)wide.part[0]));
+    v = (Vec<T>)_mm512_insertf32x8(low, _mm512_cvtpd_ps((__m512d)wide.part[1]), 1);
+#else
     typedef float f32_half __attribute__((vector_size(kNativeBytes / 2)));
     f32_half halves[Wide<T>::kParts];
     for (int p = 0; p < Wide<T>::kParts; ++p) {
       halves[p] = __builtin_convertvector(wide.part[p], f32_half);
     }
     std::memcpy(&v, halves, sizeof(v));
+#endif
   }
   return v;
 }

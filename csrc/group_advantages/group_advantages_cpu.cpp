@@ -63,48 +63,73 @@ struct Objective {
   double inverse_batch_std;
 };
 
-GroupSums sums_of(const Objective& objective, const std::vector<int64_t>& order, int64_t begin,
-                  int64_t end) {
-  GroupSums sums;
-  double total = 0;
-  for (int64_t m = begin; m < end; ++m) {
-    const int64_t i = order.empty() ? m : order[static_cast<size_t>(m)];
-    const double score = objective.scores[i];
-    if (std::isnan(score)) continue;
-    if (sums.count == 0) sums.origin = score;
-    const double offset = score - sums.origin;
-    sums.count += 1;
-    sums.all_equal &= offset == 0;  // inf - inf is not: infinite scores are never equal
-    total += offset;
-    if (objective.lengths != nullptr) {
-      const double length = objective.lengths[i];
-      sums.length += length;
-      if (length > 0) sums.length_offset += length * offset;
+// The scored members of one group, side by side.
+struct Members {
+  std::vector<int64_t> index;
+  Doubles scores;
+  int64_t count = 0;
+
+  explicit Members(int64_t largest)
+      : index(static_cast<size_t>(largest)), scores(static_cast<size_t>(largest)) {}
+
+  void gather(const Objective& objective, const int64_t* order, int64_t begin, int64_t end) {
+    int64_t n = 0;
+    for (int64_t m = begin; m < end; ++m) {
+      const int64_t i = order == nullptr ? m : order[m];
+      const double score = objective.scores[i];
+      index[static_cast<size_t>(n)] = i;
+      scores[static_cast<size_t>(n)] = score;
+      n += !std::isnan(score);
     }
+    count = n;
   }
-  if (sums.count == 0) return sums;
+};
+
+GroupSums sums_of(const Members& members, const double* lengths) {
+  GroupSums sums;
+  const double* const scores = members.scores.data();
+  const double origin = scores[0];
+  double total = 0;
+  for (int64_t m = 0; m < members.count; ++m) {
+    const double offset = scores[m] - origin;
+    total += offset;
+    sums.all_equal &= offset == 0;  // inf - inf is not: infinite scores are never equal
+  }
+  sums.count = static_cast<double>(members.count);
+  sums.origin = origin;
   sums.offset = total / sums.count;
-  for (int64_t m = begin; m < end; ++m) {
-    const double score = objective.scores[order.empty() ? m : order[static_cast<size_t>(m)]];
-    const double deviation = (score - sums.origin) - sums.offset;
-    if (!std::isnan(score)) sums.m2 += deviation * deviation;
+  for (int64_t m = 0; m < members.count; ++m) {
+    const double deviation = (scores[m] - origin) - sums.offset;
+    sums.m2 += deviation * deviation;
+  }
+  for (int64_t m = 0; lengths != nullptr && m < members.count; ++m) {
+    const double length = lengths[members.index[static_cast<size_t>(m)]];
+    sums.length += length;
+    if (length > 0) sums.length_offset += length * (scores[m] - origin);
   }
   return sums;
 }
 
 void add_advantages(const Objective& objective, const Grouping& grouping,
                     const GroupOptions& options, int64_t first, int64_t last, double* totals) {
+  const int64_t* const starts = grouping.starts.data();
+  int64_t largest = 0;
   for (int64_t g = first; g < last; ++g) {
-    const int64_t begin = grouping.starts[static_cast<size_t>(g)];
-    const int64_t end = grouping.starts[static_cast<size_t>(g) + 1];
-    const GroupSums sums = sums_of(objective, grouping.order, begin, end);
-    if (sums.count == 0 || (sums.count == 1 && !options.singleton_raw)) continue;
-    const GroupMap map = sums.count == 1 ? raw_map(options)
-                                         : group_map(sums, options, objective.inverse_batch_std);
-    for (int64_t m = begin; m < end; ++m) {
-      const int64_t i = grouping.order.empty() ? m : grouping.order[static_cast<size_t>(m)];
-      const double score = objective.scores[i];
-      if (!std::isnan(score)) totals[i] += objective.weight * map(score);
+    const int64_t size = starts[g + 1] - starts[g];
+    largest = size > largest ? size : largest;
+  }
+  Members members(largest);
+  const int64_t* const order = grouping.order.empty() ? nullptr : grouping.order.data();
+  for (int64_t g = first; g < last; ++g) {
+    members.gather(objective, order, starts[g], starts[g + 1]);
+    const bool is_alone = members.count == 1;
+    if (members.count == 0 || (is_alone && !options.singleton_raw)) continue;
+    const GroupMap map = is_alone ? raw_map(options)
+                                  : group_map(sums_of(members, objective.lengths), options,
+                                              objective.inverse_batch_std);
+    for (int64_t m = 0; m < members.count; ++m) {
+      const auto at = static_cast<size_t>(m);
+      totals[members.index[at]] += objective.weight * map(members.scores[at]);
     }
   }
 }
