@@ -1,0 +1,41 @@
+"""The functions of real trainers, imported when asked for: a peer that is not installed is reported by name."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from importlib import import_module, metadata
+from types import ModuleType
+
+
+class MissingPeer(Exception):
+    """A peer cannot be imported; the message says which and why."""
+
+
+@cache
+def _module(name: str) -> ModuleType:
+    package = name.partition(".")[0]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return import_module(name)
+    except Exception as error:  # a peer may fail in any way while it is imported
+        raise MissingPeer(f"{package}: {type(error).__name__}: {error}") from error
+
+
+def verl_algorithms() -> ModuleType:
+    """verl's advantage estimators and losses."""
+    return _module("verl.trainer.ppo.core_algos")
+
+
+def verl_functional() -> ModuleType:
+    """verl's masked statistics and log-probabilities."""
+    return _module("verl.utils.torch_functional")
+
+
+def version(package: str) -> str | None:
+    """The installed version, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
