@@ -123,9 +123,8 @@ Tile<T> tile_sums(const void* data, int64_t index, int64_t n, int64_t num_next, 
     if constexpr (kEntropy) weighted[a] += e * x;
   };
   const auto look = [&](Native<T> logits, int a) { largest.add(logits, a); };
-  int64_t at = 0;
-  for (; at + kStep<T> <= num_next;
-       at += kStep<T>) {  // num_next <= n: only the last tile is shorter
+  int64_t at = 0;  // num_next <= n, because only the last tile is shorter
+  for (; at + kStep<T> <= num_next; at += kStep<T>) {
     for_step<T, kKind>(data, index + n + at, look);
     for_step<T, kKind>(data, index + at, sum);
   }
