@@ -12,12 +12,6 @@ namespace fastrl::FASTRL_CAPABILITY {
 namespace {
 
 template <typename T>
-FASTRL_INLINE Vec<T> load_lanes(const FloatView& view, int64_t index, int n) {
-  return n == kLanes<T> ? load_as<T>(view.data, view.kind, index)
-                        : load_first_as<T>(view.data, view.kind, index, n);
-}
-
-template <typename T>
 FASTRL_INLINE T scalar(const FloatView& view, int64_t index) {
   return load_first_as<T>(view.data, view.kind, index, 1)[0];
 }
@@ -30,17 +24,18 @@ FASTRL_INLINE T scan(int64_t length, T carry, Factor factor, Term term, Emit emi
     const int n = static_cast<int>(length - done < kLanes<T> ? length - done : kLanes<T>);
     const int64_t column = kRightToLeft ? length - done - n : done;
     done += n;
-    Vec<T> f = factor(column, n), x = term(column, n);
-    f = select_bits<T>(first_bits(n), f, broadcast<T>(1));
-    x = select_bits<T>(first_bits(n), x, Vec<T>{});
+    Lanes<T> f = factor(column, n), x = term(column, n);
+    if (n < kLanes<T>) f = select(LaneMask<T>(first_bits(n)), f, Lanes<T>(T{1}));
     if constexpr (!kRightToLeft) {
-      f = reversed<T>(f);
-      x = reversed<T>(x);
+      f = reversed(f);
+      x = reversed(x);
     }
-    suffix_scan<T>(x, f);
-    x += f * carry;
-    if constexpr (!kRightToLeft) x = reversed<T>(x);
-    carry = kRightToLeft ? x[0] : x[n - 1];
+    suffix_scan(x, f);
+    x += f * Lanes<T>(carry);
+    // Reversed, the idle lanes of a short block stand on the far side and end up holding its last
+    // value as well.
+    carry = first_lane(x);
+    if constexpr (!kRightToLeft) x = reversed(x);
     emit(column, n, x);
   }
   return carry;
@@ -55,9 +50,9 @@ void affine_scan_row(const AffineScanArgs& args, int64_t row) {
       args.initial.data == nullptr ? T{0} : scalar<T>(args.initial, row * args.initial.row_stride);
   scan<T, kReverse>(
       args.rows.size(row), initial,
-      [&](int64_t column, int n) { return load_lanes<T>(args.a, a_row + column, n); },
-      [&](int64_t column, int n) { return load_lanes<T>(args.b, b_row + column, n); },
-      [&](int64_t column, int n, Vec<T> x) { store_first(out + column, x, n); });
+      [&](int64_t column, int n) { return load_row<T>(args.a, a_row + column, n); },
+      [&](int64_t column, int n) { return load_row<T>(args.b, b_row + column, n); },
+      [&](int64_t column, int n, Lanes<T> x) { store_row(out + column, x, n); });
 }
 
 // With g the gradient of x, for the reverse scan: u_t = g_t + a_{t-1} u_{t-1} runs the other way,
@@ -79,22 +74,22 @@ void affine_scan_grad_row(const AffineScanArgs& args, int64_t row) {
                            T outside) {
     T lanes[kLanes<T>] = {};
     const bool inside = column + offset >= 0 && column + offset + n <= length;
-    if (inside) return load_lanes<T>(view, start + column + offset, n);
+    if (inside) return load_row<T>(view, start + column + offset, n);
     for (int i = 0; i < n; ++i) {
       const int64_t at = column + i + offset;
       lanes[i] = at >= 0 && at < length ? scalar<T>(view, start + at) : outside;
     }
-    return load(lanes);
+    return Lanes<T>::at(lanes);
   };
   constexpr int kNext = kReverse ? 1 : -1;  // where the forward scan came from
   const T last = scan<T, !kReverse>(
       length, T{0},
       [&](int64_t column, int n) { return shifted(args.a, a_row, column, n, -kNext, T{0}); },
-      [&](int64_t column, int n) { return load_lanes<T>(args.b, g_row + column, n); },
-      [&](int64_t column, int n, Vec<T> u) {
-        store_first(grad_b + column, u, n);
-        const Vec<T> next_x = shifted(args.x, x_row, column, n, kNext, initial);
-        store_first(grad_a + column, Vec<T>(u * next_x), n);
+      [&](int64_t column, int n) { return load_row<T>(args.b, g_row + column, n); },
+      [&](int64_t column, int n, Lanes<T> u) {
+        store_row(grad_b + column, u, n);
+        const Lanes<T> next_x = shifted(args.x, x_row, column, n, kNext, initial);
+        store_row(grad_a + column, u * next_x, n);
       });
   if (args.grad_initial != nullptr) {
     const int64_t end = kReverse ? length - 1 : 0;

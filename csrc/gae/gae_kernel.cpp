@@ -37,17 +37,19 @@ struct Powers {
     }
     for (int i = kLanes<T>; i < 2 * kLanes<T>; ++i) descending[i] = 0;
   }
-  FASTRL_INLINE Vec<T> to_right_end(int n) const { return load(descending + (kLanes<T> - n)); }
+  FASTRL_INLINE Lanes<T> to_right_end(int n) const {
+    return Lanes<T>::at(descending + (kLanes<T> - n));
+  }
 };
 
 // Suffix sums s_i = x_i + c s_{i+1} within the block, nothing coming from the right.
 template <typename T>
-FASTRL_INLINE Vec<T> constant_suffix_scan(Vec<T> x, const Powers<T>& powers) {
-  const Vec<T> zero = {};
-  x += powers.step[0] * shift_down<T, 1>(x, zero);
-  x += powers.step[1] * shift_down<T, 2>(x, zero);
-  x += powers.step[2] * shift_down<T, 4>(x, zero);
-  if constexpr (kLanes<T> == 16) x += powers.step[3] * shift_down<T, 8>(x, zero);
+FASTRL_INLINE Lanes<T> constant_suffix_scan(Lanes<T> x, const Powers<T>& powers) {
+  const Lanes<T> zero(T{0});
+  x += Lanes<T>(powers.step[0]) * shift_down<1>(x, zero);
+  x += Lanes<T>(powers.step[1]) * shift_down<2>(x, zero);
+  x += Lanes<T>(powers.step[2]) * shift_down<4>(x, zero);
+  if constexpr (kLanes<T> == 16) x += Lanes<T>(powers.step[3]) * shift_down<8>(x, zero);
   return x;
 }
 
@@ -60,19 +62,18 @@ struct Recursion {
 
   explicit Recursion(T c) : powers(c), constant(c) {}
 
-  FASTRL_INLINE Vec<T> block(Vec<T> delta, uint32_t done_bits, int n) {
-    Vec<T> sums, reach;
+  FASTRL_INLINE Lanes<T> block(Lanes<T> delta, uint32_t done_bits, int n) {
+    Lanes<T> sums = delta, reach;
     if constexpr (kDones) {
-      reach = select_bits<T>(first_bits(n), broadcast<T>(constant), broadcast<T>(1));
-      reach = select_bits<T>(done_bits, Vec<T>{}, reach);
-      sums = delta;
-      suffix_scan<T>(sums, reach);
+      reach = select(LaneMask<T>(first_bits(n)), Lanes<T>(constant), Lanes<T>(T{1}));
+      reach = select(LaneMask<T>(done_bits), Lanes<T>(T{0}), reach);
+      suffix_scan(sums, reach);
     } else {
-      sums = constant_suffix_scan<T>(delta, powers);
+      sums = constant_suffix_scan(delta, powers);
       reach = powers.to_right_end(n);
     }
-    const Vec<T> out = sums + reach * carry;
-    carry = out[0];
+    const Lanes<T> out = sums + reach * Lanes<T>(carry);
+    carry = first_lane(out);
     return out;
   }
 };
@@ -95,17 +96,36 @@ FASTRL_INLINE uint32_t compress_bits(uint32_t bits, uint32_t kept) {
 // Masked outputs that keep the running value (verl's convention) depend on the nearest valid lane
 // to the right.
 template <typename T>
-void fill_holes(Vec<T>& advantages, Vec<T>& returns, Vec<T> values, uint32_t bits, int n,
+void fill_holes(Lanes<T>& advantages, Lanes<T>& returns, Lanes<T> values, uint32_t bits, int n,
                 T carried_advantage, T carried_return) {
+  T a[kLanes<T>], r[kLanes<T>], v[kLanes<T>];
+  advantages.to(a);
+  returns.to(r);
+  values.to(v);
   for (int i = n - 1; i >= 0; --i) {
     if ((bits >> i) & 1) {
-      carried_advantage = advantages[i];
-      carried_return = returns[i] - values[i];
+      carried_advantage = a[i];
+      carried_return = r[i] - v[i];
     } else {
-      advantages[i] = carried_advantage;
-      returns[i] = carried_return + values[i];
+      a[i] = carried_advantage;
+      r[i] = carried_return + v[i];
     }
   }
+  advantages = Lanes<T>::at(a);
+  returns = Lanes<T>::at(r);
+}
+
+template <typename T>
+FASTRL_INLINE Lanes<T> packed(Lanes<T> x, uint32_t bits) {
+  return Lanes<T>(compress<T>(x.vec(), bits));
+}
+template <typename T>
+FASTRL_INLINE Lanes<T> spread(Lanes<T> x, uint32_t bits) {
+  return Lanes<T>(expand<T>(x.vec(), bits));
+}
+template <typename T>
+FASTRL_INLINE Lanes<T> kept_or_zero(Lanes<T> x, uint32_t bits) {
+  return select(LaneMask<T>(bits), x, Lanes<T>(T{0}));
 }
 
 template <typename T, bool kMask, bool kDones, bool kValues, bool kTwo>
@@ -124,16 +144,6 @@ void gae_row(const GaeArgs& args, int64_t row) {
   Recursion<T, kDones> main(gamma * lam);
   Recursion<T, kDones> second(gamma * static_cast<T>(args.returns_lam));
   T next_value = element<T>(args.bootstrap, row * args.bootstrap.row_stride, T{0});
-
-  const auto emit = [&](int64_t column, int n, Vec<T> advantages, Vec<T> returns) {
-    if (n == kLanes<T>) {
-      store(out_advantages + column, advantages);
-      if constexpr (kValues) store(out_returns + column, returns);
-    } else {
-      store_first(out_advantages + column, advantages, n);
-      if constexpr (kValues) store_first(out_returns + column, returns, n);
-    }
-  };
 
   int64_t end = length;
   if constexpr (kMask) {
@@ -157,50 +167,48 @@ void gae_row(const GaeArgs& args, int64_t row) {
     const int n = static_cast<int>(stop < kLanes<T> ? stop : kLanes<T>);
     const int64_t column = stop - n;
     stop = column;
-    const bool whole = n == kLanes<T>;
 
-    Vec<T> rewards =
-        whole ? load_as<T>(args.rewards.data, args.rewards.kind, reward_at + column)
-              : load_first_as<T>(args.rewards.data, args.rewards.kind, reward_at + column, n);
-    Vec<T> values = {};
-    if constexpr (kValues) {
-      values = whole ? load_as<T>(args.values.data, args.values.kind, value_at + column)
-                     : load_first_as<T>(args.values.data, args.values.kind, value_at + column, n);
-    }
+    Lanes<T> rewards = load_row<T>(args.rewards, reward_at + column, n);
+    Lanes<T> values(T{0});
+    if constexpr (kValues) values = load_row<T>(args.values, value_at + column, n);
     uint32_t done_bits = kDones ? mask_bits(args.dones, done_at + column, n) : 0;
     uint32_t valid = first_bits(n);
     int count = n;
     [[maybe_unused]] uint32_t kept = valid;  // lanes that the mask lets out
-    [[maybe_unused]] const Vec<T> raw_values = values;
+    [[maybe_unused]] const Lanes<T> raw_values = values;
     if constexpr (kMask) {
       kept = mask_bits(args.mask, mask_at_row + column, n);
       if (args.holes == Holes::carry) {
         valid = kept;
         count = count_bits(valid);
         if (count < kLanes<T>) {
-          rewards = compress<T>(rewards, valid);
-          if constexpr (kValues) values = compress<T>(values, valid);
+          rewards = packed(rewards, valid);
+          if constexpr (kValues) values = packed(values, valid);
           if constexpr (kDones) done_bits = compress_bits(done_bits, valid);
         }
       } else if (args.holes == Holes::zero_step) {
-        rewards = select_bits<T>(kept, rewards, Vec<T>{});
-        if constexpr (kValues) values = select_bits<T>(kept, values, Vec<T>{});
+        rewards = kept_or_zero(rewards, kept);
+        if constexpr (kValues) values = kept_or_zero(values, kept);
         done_bits &= kept;
       }
     }
 
-    Vec<T> advantages = {}, returns = {};
+    Lanes<T> advantages(T{0}), returns(T{0});
     const T right_advantage = main.carry;
     const T right_return = kTwo ? second.carry : main.carry;
     if (count > 0) {
       // Lanes past the last valid one hold zeros in all that follows.
-      const uint32_t last = uint32_t{1} << (count - 1);
-      const Vec<T> right = broadcast<T>(next_value);
-      Vec<T> next_values = count == kLanes<T>
-                               ? shift_down<T, 1>(values, right)
-                               : select_bits<T>(last, right, shift_down<T, 1>(values, Vec<T>{}));
-      if constexpr (kDones) next_values = select_bits<T>(done_bits, Vec<T>{}, next_values);
-      const Vec<T> delta = td_error<Vec<T>, T>(rewards, gamma, next_values, values);
+      const Lanes<T> right(next_value);
+      Lanes<T> next_values;
+      if (count == kLanes<T>) {
+        next_values = shift_down<1>(values, right);
+      } else {
+        const LaneMask<T> last(uint32_t{1} << (count - 1));
+        next_values = select(last, right, shift_down<1>(values, Lanes<T>(T{0})));
+      }
+      if constexpr (kDones)
+        next_values = select(LaneMask<T>(done_bits), Lanes<T>(T{0}), next_values);
+      const Lanes<T> delta = td_error(rewards, Lanes<T>(gamma), next_values, values);
       advantages = main.block(delta, done_bits, count);
       if constexpr (kTwo) {
         returns = second.block(delta, done_bits, count) + values;
@@ -209,24 +217,25 @@ void gae_row(const GaeArgs& args, int64_t row) {
       }
       // Discounted returns carry G itself: V = 0, so the bootstrap enters once, through the first
       // TD error.
-      next_value = kValues ? static_cast<T>(values[0]) : T{0};
+      next_value = kValues ? first_lane(values) : T{0};
     }
 
     if constexpr (kMask) {
       if (args.holes == Holes::carry) {
         if (count < n || count < kLanes<T>) {
-          advantages = expand<T>(advantages, valid);
-          if constexpr (kValues) returns = expand<T>(returns, valid);
+          advantages = spread(advantages, valid);
+          if constexpr (kValues) returns = spread(returns, valid);
           if (args.fill_carry) {
             fill_holes<T>(advantages, returns, raw_values, valid, n, right_advantage, right_return);
           }
         }
       } else if (!args.fill_carry) {
-        advantages = select_bits<T>(kept, advantages, Vec<T>{});
-        if constexpr (kValues) returns = select_bits<T>(kept, returns, Vec<T>{});
+        advantages = kept_or_zero(advantages, kept);
+        if constexpr (kValues) returns = kept_or_zero(returns, kept);
       }
     }
-    emit(column, n, advantages, returns);
+    store_row(out_advantages + column, advantages, n);
+    if constexpr (kValues) store_row(out_returns + column, returns, n);
   }
 }
 
