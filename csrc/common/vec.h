@@ -236,8 +236,14 @@ FASTRL_INLINE u16x16 narrow_bf16(f32x16 v) {
   return __builtin_convertvector((chosen >> 16) & 0xffff, u16x16);
 }
 
+#if defined(__aarch64__)
+using Half = __fp16;
+#else
+using Half = _Float16;
+#endif
+
 FASTRL_INLINE uint16_t narrow_f16(float value) {
-  const _Float16 half = static_cast<_Float16>(value);
+  const Half half = static_cast<Half>(value);
   uint16_t bits;
   std::memcpy(&bits, &half, sizeof(bits));
   return bits;
