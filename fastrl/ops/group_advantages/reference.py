@@ -57,10 +57,6 @@ def group_advantages_reference(
     """Advantages ``[N]``, or ``[N, T]`` with a mask; ``groups`` int64, ``weights`` float64 ``[K]``."""
     scores, is_scored, group, size = members_of(rewards, groups, valid, weights, mask)
     mean = _group_sum(scores, group) / size.clamp(min=1)
-    low = _group_extreme(scores, is_scored, group, "amin")
-    high = _group_extreme(scores, is_scored, group, "amax")
-    all_equal = (low == high) & low.isfinite()
-
     if baseline == "none":
         centred = scores
     elif baseline == "length_weighted":
@@ -70,14 +66,14 @@ def group_advantages_reference(
     else:
         centred = scores - mean
     if baseline != "none":
+        all_equal = _all_equal(scores, is_scored, group)
         centred = torch.where(all_equal, 0.0, centred)
 
     if scale == "std":
-        deviation = torch.where(is_scored, scores - mean, 0.0)
-        variance = _group_sum(deviation.square(), group) / (size - ddof).clamp(min=1)
-        advantages = torch.where(all_equal, 0.0, centred / (variance.sqrt() + eps))
-    elif scale == "batch_std":
-        advantages = centred * _inverse_batch_std(scores, is_scored, ddof, eps)
+        advantages = centred * _inverse_std(scores, is_scored, group, ddof, eps)
+    elif scale == "batch_std":  # the batch is one big group
+        batch = torch.zeros_like(group)
+        advantages = centred * _inverse_std(scores, is_scored, batch, ddof, eps)
     elif scale == "mean":
         advantages = torch.where(centred == 0, 0.0, centred / (mean + eps))
     else:
@@ -105,11 +101,25 @@ def _group_sum(x: Tensor, group: Tensor) -> Tensor:
     return torch.zeros_like(x).index_add_(0, group, x)[group]
 
 
-def _group_extreme(scores: Tensor, is_scored: Tensor, group: Tensor, reduce: str) -> Tensor:
-    outside = float("inf") if reduce == "amin" else -float("inf")
-    x = torch.where(is_scored, scores, outside)
-    index = group.unsqueeze(1).expand_as(x)
-    return torch.full_like(x, outside).scatter_reduce_(0, index, x, reduce)[group]
+def _all_equal(scores: Tensor, is_scored: Tensor, group: Tensor) -> Tensor:
+    """Whether all scored members of the sample's group have the same, finite score."""
+    index = group.unsqueeze(1).expand_as(scores)
+
+    def extreme(reduce: str, outside: float) -> Tensor:
+        x = torch.where(is_scored, scores, outside)
+        return torch.full_like(x, outside).scatter_reduce_(0, index, x, reduce).gather(0, index)
+
+    low, high = extreme("amin", float("inf")), extreme("amax", -float("inf"))
+    return (low == high) & low.isfinite()
+
+
+def _inverse_std(scores: Tensor, is_scored: Tensor, group: Tensor, ddof: int, eps: float) -> Tensor:
+    """1 / (std + eps) over the sample's group; 0 where its scores are all equal."""
+    size = _group_sum(is_scored.double(), group)
+    mean = _group_sum(scores, group) / size.clamp(min=1)
+    deviation = torch.where(is_scored, scores - mean, 0.0)
+    variance = _group_sum(deviation.square(), group) / (size - ddof).clamp(min=1)
+    return torch.where(_all_equal(scores, is_scored, group), 0.0, 1 / (variance.sqrt() + eps))
 
 
 def _length_weighted_mean(
@@ -119,14 +129,3 @@ def _length_weighted_mean(
     length = torch.where(is_scored, (mask != 0).sum(1, keepdim=True).double(), 0.0)
     weighted = torch.where(length > 0, scores * length, 0.0)
     return _group_sum(weighted, group) / _group_sum(length, group).clamp(min=1)
-
-
-def _inverse_batch_std(scores: Tensor, is_scored: Tensor, ddof: int, eps: float) -> Tensor:
-    """1 / (std + eps) per objective over every scored sample; 0 when they are all equal."""
-    count = is_scored.sum(0)
-    mean = scores.sum(0) / count.clamp(min=1)
-    deviation = torch.where(is_scored, scores - mean, 0.0)
-    std = (deviation.square().sum(0) / (count - ddof).clamp(min=1)).sqrt()
-    first = scores.gather(0, is_scored.int().argmax(0, keepdim=True))
-    all_equal = ((scores == first) | ~is_scored).all(0) & first.isfinite().squeeze(0)
-    return torch.where(all_equal, 0.0, 1 / (std + eps))
