@@ -1,5 +1,6 @@
-// A vector of vec.h as a number: arithmetic, comparison and selection on native registers, so that a formula written
-// for a scalar in a core header runs on 16 floats or 8 doubles with the same order of operations at every capability.
+// A vector of vec.h as a number: arithmetic, comparison and selection on native registers, so that
+// a formula written for a scalar in a core header runs on 16 floats or 8 doubles with the same
+// order of operations at every capability.
 //
 // Include from *_kernel.cpp files only.
 #pragma once
@@ -18,8 +19,10 @@ struct LaneMask {
   Bits bits = 0;
   FASTRL_INLINE LaneMask() {}
   FASTRL_INLINE explicit LaneMask(uint32_t value) : bits(static_cast<Bits>(value)) {}
-#define FASTRL_MASK_OPERATOR(op) \
-  friend FASTRL_INLINE LaneMask operator op(LaneMask a, LaneMask b) { return LaneMask(a.bits op b.bits); }
+#define FASTRL_MASK_OPERATOR(op)                                      \
+  friend FASTRL_INLINE LaneMask operator op(LaneMask a, LaneMask b) { \
+    return LaneMask(a.bits op b.bits);                                \
+  }
 #else
   NativeInt<T> part[kNativeParts] = {};
   FASTRL_INLINE LaneMask() {}
@@ -28,12 +31,13 @@ struct LaneMask {
     constexpr int kStep = kLanes<T> / kNativeParts;
     NativeInt<T> bit = {};
     for (int i = 0; i < kStep; ++i) bit[i] = I{1} << i;
-    for (int p = 0; p < kNativeParts; ++p) part[p] = (static_cast<I>(value >> (p * kStep)) & bit) != 0;
+    for (int p = 0; p < kNativeParts; ++p)
+      part[p] = (static_cast<I>(value >> (p * kStep)) & bit) != 0;
   }
-#define FASTRL_MASK_OPERATOR(op)                                                       \
-  friend FASTRL_INLINE LaneMask operator op(LaneMask a, LaneMask b) {                  \
-    for (int p = 0; p < kNativeParts; ++p) a.part[p] = a.part[p] op b.part[p];         \
-    return a;                                                                          \
+#define FASTRL_MASK_OPERATOR(op)                                               \
+  friend FASTRL_INLINE LaneMask operator op(LaneMask a, LaneMask b) {          \
+    for (int p = 0; p < kNativeParts; ++p) a.part[p] = a.part[p] op b.part[p]; \
+    return a;                                                                  \
   }
 #endif
   FASTRL_MASK_OPERATOR(&)
@@ -82,10 +86,10 @@ struct Lanes {
     return v;
   }
 
-#define FASTRL_LANE_OPERATOR(op)                                                       \
-  friend FASTRL_INLINE Lanes operator op(Lanes a, Lanes b) {                           \
-    for (int p = 0; p < kNativeParts; ++p) a.part[p] = a.part[p] op b.part[p];         \
-    return a;                                                                          \
+#define FASTRL_LANE_OPERATOR(op)                                               \
+  friend FASTRL_INLINE Lanes operator op(Lanes a, Lanes b) {                   \
+    for (int p = 0; p < kNativeParts; ++p) a.part[p] = a.part[p] op b.part[p]; \
+    return a;                                                                  \
   }
   FASTRL_LANE_OPERATOR(+)
   FASTRL_LANE_OPERATOR(-)
@@ -98,22 +102,20 @@ struct Lanes {
   FASTRL_INLINE Lanes& operator+=(Lanes b) { return *this = *this + b; }
 
 #if defined(__AVX512F__)
-#define FASTRL_LANE_COMPARISON(op, predicate)                                                   \
-  friend FASTRL_INLINE LaneMask<T> operator op(Lanes a, Lanes b) {                              \
-    if constexpr (sizeof(T) == 4) {                                                             \
-      return LaneMask<T>(                                                                       \
-          _mm512_cmp_ps_mask((__m512)a.part[0], (__m512)b.part[0], predicate));                 \
-    } else {                                                                                    \
-      return LaneMask<T>(                                                                       \
-          _mm512_cmp_pd_mask((__m512d)a.part[0], (__m512d)b.part[0], predicate));               \
-    }                                                                                           \
+#define FASTRL_LANE_COMPARISON(op, predicate)                                                    \
+  friend FASTRL_INLINE LaneMask<T> operator op(Lanes a, Lanes b) {                               \
+    if constexpr (sizeof(T) == 4) {                                                              \
+      return LaneMask<T>(_mm512_cmp_ps_mask((__m512)a.part[0], (__m512)b.part[0], predicate));   \
+    } else {                                                                                     \
+      return LaneMask<T>(_mm512_cmp_pd_mask((__m512d)a.part[0], (__m512d)b.part[0], predicate)); \
+    }                                                                                            \
   }
 #else
-#define FASTRL_LANE_COMPARISON(op, predicate)                                                   \
-  friend FASTRL_INLINE LaneMask<T> operator op(Lanes a, Lanes b) {                              \
-    LaneMask<T> m;                                                                              \
-    for (int p = 0; p < kNativeParts; ++p) m.part[p] = a.part[p] op b.part[p];                  \
-    return m;                                                                                   \
+#define FASTRL_LANE_COMPARISON(op, predicate)                                  \
+  friend FASTRL_INLINE LaneMask<T> operator op(Lanes a, Lanes b) {             \
+    LaneMask<T> m;                                                             \
+    for (int p = 0; p < kNativeParts; ++p) m.part[p] = a.part[p] op b.part[p]; \
+    return m;                                                                  \
   }
 #endif
   FASTRL_LANE_COMPARISON(<, _CMP_LT_OQ)
@@ -171,11 +173,13 @@ struct ExpPair {
 template <typename T>
 FASTRL_INLINE ExpPair<Lanes<T>> exp_pair(Lanes<T> x) {
   ExpPair<Lanes<T>> out;
-  for (int p = 0; p < kNativeParts; ++p) native_exp_pair(x.part[p], out.exp.part[p], out.expm1.part[p]);
+  for (int p = 0; p < kNativeParts; ++p)
+    native_exp_pair(x.part[p], out.exp.part[p], out.expm1.part[p]);
   return out;
 }
 
-// ---- accumulators that take only some lanes ------------------------------------------------------------------------
+// ---- accumulators that take only some lanes
+// ------------------------------------------------------------------------
 
 template <typename T>
 FASTRL_INLINE Lanes<T> add_where(LaneMask<T> m, Lanes<T> total, Lanes<T> x) {

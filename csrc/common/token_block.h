@@ -1,4 +1,5 @@
-// A chunk of a row as blocks of vectors: which lanes are valid, and the inputs there. For the loss kernels.
+// A chunk of a row as blocks of vectors: which lanes are valid, and the inputs there. For the loss
+// kernels.
 //
 // Include from *_kernel.cpp files only.
 #pragma once
@@ -37,8 +38,8 @@ FASTRL_INLINE void for_each_block(const Rows& rows, const MaskView& mask, const 
     block.num_last = size - (block.num_vectors - 1) * kLanes<T>;
     for (int i = 0; i < block.num_vectors; ++i) {
       const int n = block.lanes_of(i);
-      block.valid[i] = LaneMask<T>(
-          has_mask ? mask_bits(mask, mask_start + block.offset(i), n) : first_bits(n));
+      block.valid[i] =
+          LaneMask<T>(has_mask ? mask_bits(mask, mask_start + block.offset(i), n) : first_bits(n));
     }
     compute(block);
   }
@@ -62,7 +63,8 @@ class TokenReader {
   }
   FASTRL_INLINE bool is_given() const { return data_ != nullptr; }
 
-  // Vector i of the block; zero where a lane is not valid, so that nothing there is ever read in arithmetic.
+  // Vector i of the block; zero where a lane is not valid, so that nothing there is ever read in
+  // arithmetic.
   FASTRL_INLINE Lanes<T> operator()(const TokenBlock<T>& block, int i) const {
     const Lanes<T> zero = T{0};
     if (per_row_) return select(block.valid[i], row_value_, zero);
@@ -84,7 +86,8 @@ class TokenReader {
   Lanes<T> row_value_ = T{0};
 };
 
-// Vector i of the block to `out`, whose first element is that of the chunk plus `out_at`; zero where a lane is not valid.
+// Vector i of the block to `out`, whose first element is that of the chunk plus `out_at`; zero
+// where a lane is not valid.
 template <typename T>
 FASTRL_INLINE void store_block(const TokenBlock<T>& block, int i, void* out, Kind kind,
                                int64_t out_at, Lanes<T> x) {

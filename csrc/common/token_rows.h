@@ -1,5 +1,5 @@
-// Rows of tokens as the losses walk them: valid spans, fixed chunks, aggregation weights. Tensor side of
-// token_rows_kernel.h.
+// Rows of tokens as the losses walk them: valid spans, fixed chunks, aggregation weights. Tensor
+// side of token_rows_kernel.h.
 #pragma once
 
 #include <algorithm>
@@ -12,9 +12,11 @@
 
 namespace fastrl {
 
-// Tokens of a chunk, counted from the first valid token of a row: padding and neighbours then change no rounding.
+// Tokens of a chunk, counted from the first valid token of a row: padding and neighbours then
+// change no rounding.
 constexpr int64_t kChunkTokens = 2048;
-// Chunks of a task. Partial sums are kept per task and added in order of tasks, whatever thread ran them.
+// Chunks of a task. Partial sums are kept per task and added in order of tasks, whatever thread ran
+// them.
 constexpr int64_t kTaskChunks = 8;
 
 enum class Aggregation : int64_t {
@@ -86,7 +88,8 @@ inline TokenRows token_rows(const Rows& rows, const MaskView& mask) {
 inline double divisor(Aggregation agg, double given, const TokenRows& rows) {
   if (agg == Aggregation::token_sum) return 1.0;
   if (given != 0.0) return given;
-  const auto tokens = static_cast<double>(rows.tokens), sequences = static_cast<double>(rows.sequences);
+  const auto tokens = static_cast<double>(rows.tokens),
+             sequences = static_cast<double>(rows.sequences);
   const double count = agg == Aggregation::token_mean                ? tokens
                        : agg == Aggregation::seq_mean_token_sum_norm ? sequences * rows.rows.length
                                                                      : sequences;
@@ -142,7 +145,8 @@ inline double given_denominator(const std::optional<Tensor>& denom_tensor, doubl
 // An input of a loss shaped like its first tensor, with the unit-stride copy behind the raw view.
 class LossInput {
  public:
-  LossInput(const std::optional<Tensor>& t, const Tensor& first, const char* name, FloatView& view) {
+  LossInput(const std::optional<Tensor>& t, const Tensor& first, const char* name,
+            FloatView& view) {
     if (!t.has_value()) return;
     check_same_shape(*t, first, name);
     STD_TORCH_CHECK((kind_of(*t, name) == Kind::f64) == (kind_of(first, name) == Kind::f64),
@@ -214,8 +218,8 @@ inline void zero_outside(const TokenRows& rows, const Tensor& out) {
       });
 }
 
-// A dense gradient shaped like `shape` in the dtype of `dtype_of`, zero where no chunk will write; empty when it is not
-// wanted, which leaves `data` null.
+// A dense gradient shaped like `shape` in the dtype of `dtype_of`, zero where no chunk will write;
+// empty when it is not wanted, which leaves `data` null.
 inline Tensor gradient_tensor(bool wanted, const Tensor& shape, const Tensor& dtype_of,
                               const TokenRows& rows, void*& data) {
   const ScalarType type = dtype_of.scalar_type();

@@ -1,4 +1,5 @@
-// Which tokens of a row are valid, for the losses that must know their counts before the first gradient is written.
+// Which tokens of a row are valid, for the losses that must know their counts before the first
+// gradient is written.
 #pragma once
 
 #include "common/capability.h"
@@ -20,10 +21,10 @@ struct ValidSpan {
   int64_t count = 0;
 };
 
-#define FASTRL_DECLARE(capability)                                                            \
-  namespace capability {                                                                      \
-  void find_valid(const Rows& rows, const MaskView& mask, const TokenRange* ranges,           \
-                  int64_t first, int64_t last, ValidSpan* spans);                             \
+#define FASTRL_DECLARE(capability)                                                                 \
+  namespace capability {                                                                           \
+  void find_valid(const Rows& rows, const MaskView& mask, const TokenRange* ranges, int64_t first, \
+                  int64_t last, ValidSpan* spans);                                                 \
   }
 FASTRL_FOR_EACH_CAPABILITY(FASTRL_DECLARE)
 #undef FASTRL_DECLARE

@@ -1,7 +1,7 @@
 // The policy loss of one token and its derivatives, shared by every compiled implementation.
 //
-// T is a number: a scalar, or the vector of lanes.h. Beside operators it has select, at_most, at_least, magnitude and
-// exp_pair, which are called unqualified. S is its scalar.
+// T is a number: a scalar, or the vector of lanes.h. Beside operators it has select, at_most,
+// at_least, magnitude and exp_pair, which are called unqualified. S is its scalar.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,8 @@ struct PolicyTerms {
   bool has_cap = false;
 };
 
-// A loss with its derivative where logp appears in it directly, and where it appears through the log-ratio.
+// A loss with its derivative where logp appears in it directly, and where it appears through the
+// log-ratio.
 template <typename T, typename M>
 struct PolicyToken {
   T loss;
@@ -64,7 +65,8 @@ FASTRL_HD auto surrogate_loss(const PolicyTerms<S>& terms, T logp, T ratio, T ad
   out.is_dual_clipped = (advantage < zero) & (larger > bound);
   out.loss = select(out.is_dual_clipped, bound, larger);
   if (terms.has_cap) {
-    // A cap below the edge of the clip can make the clipped branch win inside of the clip, where it has a gradient.
+    // A cap below the edge of the clip can make the clipped branch win inside of the clip, where it
+    // has a gradient.
     const T of_clipped = select(clipped_ratio != ratio, zero, larger);
     const T of_plain = select(ratio > T(terms.ratio_cap), zero, larger);
     out.d_log_ratio =
@@ -75,7 +77,8 @@ FASTRL_HD auto surrogate_loss(const PolicyTerms<S>& terms, T logp, T ratio, T ad
   return out;
 }
 
-// For KlGrad::ratio the derivative through the log-ratio is the loss itself, otherwise there is none.
+// For KlGrad::ratio the derivative through the log-ratio is the loss itself, otherwise there is
+// none.
 template <typename T>
 struct KlToken {
   T estimate;

@@ -1,4 +1,5 @@
-// torch.ops.fastrl.policy_loss on CPU: tensors in, chunks of tokens over torch's thread pool, sums in order.
+// torch.ops.fastrl.policy_loss on CPU: tensors in, chunks of tokens over torch's thread pool, sums
+// in order.
 #include <array>
 #include <tuple>
 
@@ -8,7 +9,8 @@
 namespace fastrl {
 namespace {
 
-// An input with one value per token, or per row: as [rows], or as [rows, 1] expanded over the tokens.
+// An input with one value per token, or per row: as [rows], or as [rows, 1] expanded over the
+// tokens.
 class TokenOrRowInput {
  public:
   TokenOrRowInput(const std::optional<Tensor>& t, const Tensor& logp, int64_t rows,
@@ -23,8 +25,8 @@ class TokenOrRowInput {
       return;
     }
     const Kind kind = kind_of(*t, name);
-    STD_TORCH_CHECK((kind == Kind::f64) == (kind_of(logp, "logp") == Kind::f64),
-                    "fastrl: ", name, " and logp must both be float64 or neither");
+    STD_TORCH_CHECK((kind == Kind::f64) == (kind_of(logp, "logp") == Kind::f64), "fastrl: ", name,
+                    " and logp must both be float64 or neither");
     input = {FloatView{t->const_data_ptr(), kind, t->stride(0)}, true};
   }
 
@@ -59,14 +61,15 @@ PolicyTerms<double> terms_of(const std::vector<double>& numbers,
   return terms;
 }
 
-// Sequence ratios: the mean log-ratio of each row, the sums with it, then the gradient with what the sums say.
+// Sequence ratios: the mean log-ratio of each row, the sums with it, then the gradient with what
+// the sums say.
 PolicySums run_sequences(PolicyLossArgs& args, const TokenRows& rows) {
   std::vector<RowRatio> ratios(rows.spans.size());
   std::vector<double> chunk_sums(rows.chunks.size());
   args.row_ratios = ratios.data();
   args.chunk_sums = chunk_sums.data();
   // Adds the sums of chunks, in order, as means over the valid tokens of their rows.
-  const auto add_means = [&](double RowRatio::*field) {
+  const auto add_means = [&](double RowRatio::* field) {
     for (size_t i = 0; i < chunk_sums.size(); ++i) {
       const int64_t row = rows.chunks[i].row;
       ratios[row].*field += chunk_sums[i] / static_cast<double>(rows.spans[row].count);
@@ -74,9 +77,8 @@ PolicySums run_sequences(PolicyLossArgs& args, const TokenRows& rows) {
   };
 
   const auto log_ratio_kernel = FASTRL_DISPATCH(log_ratio_sums);
-  for_each_task(rows, [&](int64_t, int64_t first, int64_t last) {
-    log_ratio_kernel(args, first, last);
-  });
+  for_each_task(rows,
+                [&](int64_t, int64_t first, int64_t last) { log_ratio_kernel(args, first, last); });
   add_means(&RowRatio::log_ratio);
   if (args.terms.ratio == Ratio::sequence_token) {
     return sum_over_tasks(FASTRL_DISPATCH(policy_loss_chunks), args, rows);
@@ -85,9 +87,8 @@ PolicySums run_sequences(PolicyLossArgs& args, const TokenRows& rows) {
   if (args.grad_logp == nullptr && args.grad_entropy == nullptr) return total;
   add_means(&RowRatio::gradient);
   const auto gradient_kernel = FASTRL_DISPATCH(sequence_grad_chunks);
-  for_each_task(rows, [&](int64_t, int64_t first, int64_t last) {
-    gradient_kernel(args, first, last);
-  });
+  for_each_task(rows,
+                [&](int64_t, int64_t first, int64_t last) { gradient_kernel(args, first, last); });
   return total;
 }
 
@@ -144,14 +145,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss_cpu(
   args.chunks = rows.chunks.data();
   args.row_weights = weights.data();
   Tensor gradient = gradient_tensor(grad_logp, logp, logp, rows, args.grad_logp);
-  Tensor entropy_gradient = gradient_tensor(grad_entropy, logp, entropy.value_or(logp), rows,
-                                            args.grad_entropy);
+  Tensor entropy_gradient =
+      gradient_tensor(grad_entropy, logp, entropy.value_or(logp), rows, args.grad_entropy);
   const PolicySums sums = args.terms.ratio == Ratio::token
                               ? sum_over_tasks(FASTRL_DISPATCH(policy_loss_chunks), args, rows)
                               : run_sequences(args, rows);
   const double loss = sums.policy_term + args.terms.kl_coef * sums.kl_term -
                       args.terms.entropy_coef * sums.entropy_term;
-  return {loss_tensor(logp, loss), metrics_tensor(logp, metrics_of(rows, sums)), gradient, entropy_gradient};
+  return {loss_tensor(logp, loss), metrics_tensor(logp, metrics_of(rows, sums)), gradient,
+          entropy_gradient};
 }
 
 }  // namespace

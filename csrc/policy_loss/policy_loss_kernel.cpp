@@ -1,11 +1,14 @@
-// The policy loss on CPU: one pass over chunks of tokens gives the loss, its metrics and its gradient.
+// The policy loss on CPU: one pass over chunks of tokens gives the loss, its metrics and its
+// gradient.
 //
-// A chunk is 2048 tokens counted from the first valid token of its row, summed lane by lane in the compute dtype and
-// then in double, so what a row contributes depends on the row alone. The ratios of whole sequences need sums over the
-// row first: they take one pass for the ratio, one for the sums and one for the gradient.
+// A chunk is 2048 tokens counted from the first valid token of its row, summed lane by lane in the
+// compute dtype and then in double, so what a row contributes depends on the row alone. The ratios
+// of whole sequences need sums over the row first: they take one pass for the ratio, one for the
+// sums and one for the gradient.
 //
-// A chunk is computed a block of vectors at a time, and a block by one short loop after the other. One long loop would
-// keep too few vectors in flight to hide the latency of the exponentials, and would spill its sums.
+// A chunk is computed a block of vectors at a time, and a block by one short loop after the other.
+// One long loop would keep too few vectors in flight to hide the latency of the exponentials, and
+// would spill its sums.
 #include "policy_loss/policy_loss_kernel.h"
 
 #include <limits>
@@ -305,7 +308,8 @@ void sum_log_ratios(const PolicyLossArgs& args, int64_t first, int64_t last) {
     const Inputs<T> in(args, chunk);
     Lanes<T> total = T{0};
     for_each_block<T>(args.rows, args.mask, chunk, [&](const TokenBlock<T>& block) {
-      for (int v = 0; v < block.num_vectors; ++v) total += in.logp(block, v) - in.old_logp(block, v);
+      for (int v = 0; v < block.num_vectors; ++v)
+        total += in.logp(block, v) - in.old_logp(block, v);
     });
     args.chunk_sums[i] = lane_total(total);
   }
@@ -325,7 +329,8 @@ void policy_loss_chunks(const PolicyLossArgs& args, int64_t first, int64_t last,
   run(args, first, last, sums);
 }
 
-void sequence_sum_chunks(const PolicyLossArgs& args, int64_t first, int64_t last, PolicySums* sums) {
+void sequence_sum_chunks(const PolicyLossArgs& args, int64_t first, int64_t last,
+                         PolicySums* sums) {
   const auto run = is_double(args) ? run_chunks<double, Pass::sequence_sums>
                                    : run_chunks<float, Pass::sequence_sums>;
   run(args, first, last, sums);

@@ -67,16 +67,16 @@ struct PolicyLossArgs {
 // Over chunks [first, last):
 //   log_ratio_sums        chunk_sums = sum of logp - old_logp
 //   policy_loss_chunks    adds to `sums` and writes the gradients that are wanted
-//   sequence_sum_chunks   adds to `sums`; chunk_sums = sum of the derivatives through the ratio of the row
-//   sequence_grad_chunks  the gradients, given RowRatio::gradient
-#define FASTRL_DECLARE(capability)                                                             \
-  namespace capability {                                                                       \
-  void log_ratio_sums(const PolicyLossArgs& args, int64_t first, int64_t last);                \
-  void policy_loss_chunks(const PolicyLossArgs& args, int64_t first, int64_t last,             \
-                          PolicySums* sums);                                                   \
-  void sequence_sum_chunks(const PolicyLossArgs& args, int64_t first, int64_t last,            \
-                           PolicySums* sums);                                                  \
-  void sequence_grad_chunks(const PolicyLossArgs& args, int64_t first, int64_t last);          \
+//   sequence_sum_chunks   adds to `sums`; chunk_sums = sum of the derivatives through the ratio of
+//   the row sequence_grad_chunks  the gradients, given RowRatio::gradient
+#define FASTRL_DECLARE(capability)                                                    \
+  namespace capability {                                                              \
+  void log_ratio_sums(const PolicyLossArgs& args, int64_t first, int64_t last);       \
+  void policy_loss_chunks(const PolicyLossArgs& args, int64_t first, int64_t last,    \
+                          PolicySums* sums);                                          \
+  void sequence_sum_chunks(const PolicyLossArgs& args, int64_t first, int64_t last,   \
+                           PolicySums* sums);                                         \
+  void sequence_grad_chunks(const PolicyLossArgs& args, int64_t first, int64_t last); \
   }
 FASTRL_FOR_EACH_CAPABILITY(FASTRL_DECLARE)
 #undef FASTRL_DECLARE

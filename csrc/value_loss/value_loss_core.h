@@ -29,9 +29,9 @@ FASTRL_HD auto value_loss(T value, T old_value, T target, S clip, S delta) {
   const T plain = error_loss(error, delta), clipped = error_loss(near - target, delta);
   out.is_clipped = clipped > plain;
   out.loss = select(out.is_clipped, clipped, plain);
-  // Where the clipped loss is the larger one the value lies outside of the clip, and nothing depends on it.
-  out.d_value =
-      select(out.is_clipped, T(S{0}), at_least(at_most(error, T(delta)), T(-delta)));
+  // Where the clipped loss is the larger one the value lies outside of the clip, and nothing
+  // depends on it.
+  out.d_value = select(out.is_clipped, T(S{0}), at_least(at_most(error, T(delta)), T(-delta)));
   return out;
 }
 

@@ -1,4 +1,5 @@
-// torch.ops.fastrl.value_loss on CPU: tensors in, chunks of tokens over torch's thread pool, sums in order.
+// torch.ops.fastrl.value_loss on CPU: tensors in, chunks of tokens over torch's thread pool, sums
+// in order.
 #include <tuple>
 
 #include "common/token_rows.h"

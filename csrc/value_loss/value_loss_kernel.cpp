@@ -1,5 +1,5 @@
-// The value loss on CPU: one pass over chunks of tokens gives the loss, its metrics and its gradient. Chunks and their
-// sums are those of the policy loss.
+// The value loss on CPU: one pass over chunks of tokens gives the loss, its metrics and its
+// gradient. Chunks and their sums are those of the policy loss.
 #include "value_loss/value_loss_kernel.h"
 
 #include <limits>

@@ -37,10 +37,9 @@ struct ValueLossArgs {
 };
 
 // Chunks [first, last): adds to `sums` and writes the gradient if it is wanted.
-#define FASTRL_DECLARE(capability)                                                            \
-  namespace capability {                                                                      \
-  void value_loss_chunks(const ValueLossArgs& args, int64_t first, int64_t last,              \
-                         ValueSums* sums);                                                    \
+#define FASTRL_DECLARE(capability)                                                                 \
+  namespace capability {                                                                           \
+  void value_loss_chunks(const ValueLossArgs& args, int64_t first, int64_t last, ValueSums* sums); \
   }
 FASTRL_FOR_EACH_CAPABILITY(FASTRL_DECLARE)
 #undef FASTRL_DECLARE
