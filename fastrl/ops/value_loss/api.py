@@ -88,8 +88,8 @@ def value_loss(
 
     >>> values = torch.tensor([[1.0, 2.0]], requires_grad=True)
     >>> out = fastrl.value_loss(values, torch.tensor([[1.0, 1.0]]), torch.tensor([[0.0, 2.0]]))
-    >>> out.loss  # the second value is right but moved too far: (1/2 + 0.5^2 / 2) / 2
-    tensor(0.3125, grad_fn=<ValueLossFunctionBackward>)
+    >>> out.loss.detach()  # the second value is right but moved too far: (1/2 + 0.5^2 / 2) / 2
+    tensor(0.3125)
     >>> out.loss.backward()
     >>> values.grad
     tensor([[0.5000, 0.0000]])
