@@ -228,12 +228,38 @@ FASTRL_INLINE f32x16 widen_f16(u16x16 bits) {
 #endif
 }
 
+// bfloat16 in the upper half of each lane, shifted down with its sign; V holds any number of 32-bit
+// lanes. NaN is told by arithmetic, because g++ makes one branch per lane of a comparison that is
+// wider than its registers.
+template <typename V>
+FASTRL_INLINE V bf16_lanes(V bits) {
+  const V rounded = bits + 0x7fff + ((bits >> 16) & 1);  // nearest, ties to even
+  const V is_nan = (0x7f800000 - (bits & 0x7fffffff)) >> 31;
+  return (((bits | 0x400000) & is_nan) | (rounded & ~is_nan)) >> 16;
+}
+
+// Written on the processor's own registers: g++ 12 moves pieces of anything wider through memory.
 FASTRL_INLINE u16x16 narrow_bf16(f32x16 v) {
-  const i32x16 bits = reinterpret_cast<i32x16>(v);
-  const i32x16 rounded = bits + 0x7fff + ((bits >> 16) & 1);  // nearest, ties to even
-  const i32x16 is_nan = v != v;
-  const i32x16 chosen = is_nan ? (bits | 0x400000) : rounded;
-  return __builtin_convertvector((chosen >> 16) & 0xffff, u16x16);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  typedef int32_t i32x8 __attribute__((vector_size(32)));
+  i32x8 parts[2];
+  std::memcpy(parts, &v, sizeof(v));
+  const __m256i packed =
+      _mm256_packs_epi32((__m256i)bf16_lanes(parts[0]), (__m256i)bf16_lanes(parts[1]));
+  return (u16x16)_mm256_permute4x64_epi64(packed, 0xd8);
+#elif defined(__x86_64__) && !defined(__AVX512F__)
+  typedef int32_t i32x4 __attribute__((vector_size(16)));
+  i32x4 parts[4];
+  std::memcpy(parts, &v, sizeof(v));
+  const __m128i packed[2] = {
+      _mm_packs_epi32((__m128i)bf16_lanes(parts[0]), (__m128i)bf16_lanes(parts[1])),
+      _mm_packs_epi32((__m128i)bf16_lanes(parts[2]), (__m128i)bf16_lanes(parts[3]))};
+  u16x16 out;
+  std::memcpy(&out, packed, sizeof(out));
+  return out;
+#else
+  return __builtin_convertvector(bf16_lanes(reinterpret_cast<i32x16>(v)), u16x16);
+#endif
 }
 
 #if defined(__aarch64__)
@@ -252,6 +278,11 @@ FASTRL_INLINE uint16_t narrow_f16(float value) {
 FASTRL_INLINE u16x16 narrow_f16(f32x16 v) {
 #if defined(__AVX512F__)
   return (u16x16)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__F16C__)
+  __m256 parts[2];
+  std::memcpy(parts, &v, sizeof(v));
+  return (u16x16)_mm256_set_m128i(_mm256_cvtps_ph(parts[1], _MM_FROUND_TO_NEAREST_INT),
+                                  _mm256_cvtps_ph(parts[0], _MM_FROUND_TO_NEAREST_INT));
 #else
   float lanes[16];
   uint16_t out[16];
