@@ -1,7 +1,7 @@
 // Vectors of vec.h as doubles for sums that must not round, and lanes kept by the bits of a mask.
 //
-// Both are written on the processor's own registers: see math.h for what GCC makes of comparisons and conversions of
-// anything wider.
+// Both are written on the processor's own registers: see math.h for what GCC makes of comparisons
+// and conversions of anything wider.
 //
 // Include from *_kernel.cpp files only.
 #pragma once

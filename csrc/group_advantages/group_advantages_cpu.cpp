@@ -1,8 +1,8 @@
 // torch.ops.fastrl.group_advantages on CPU.
 //
-// Samples are put in the order of their groups by a counting sort, then each group is finished by itself: its members'
-// scores are near each other, sums run in the order of the samples, and groups can be shared out among threads without
-// changing a bit.
+// Samples are put in the order of their groups by a counting sort, then each group is finished by
+// itself: its members' scores are near each other, sums run in the order of the samples, and groups
+// can be shared out among threads without changing a bit.
 #include <array>
 #include <cmath>
 #include <limits>
@@ -19,9 +19,8 @@ namespace {
 
 using Doubles = std::vector<double>;
 
-Tensor dense(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
-
-// Members of group g are order[starts[g]] .. order[starts[g+1]], ascending; an empty order is the identity.
+// Members of group g are order[starts[g]] .. order[starts[g+1]], ascending; an empty order is the
+// identity.
 struct Grouping {
   std::vector<int64_t> starts;
   std::vector<int64_t> order;
@@ -137,14 +136,15 @@ void add_advantages(const Objective& objective, const Grouping& grouping,
 double inverse_batch_std_of(const double* scores, int64_t count, const GroupOptions& options) {
   std::vector<uint8_t> is_scored(static_cast<size_t>(count));
   for (int64_t i = 0; i < count; ++i) is_scored[static_cast<size_t>(i)] = !std::isnan(scores[i]);
-  const Moments batch = moments_of(FloatView{scores, Kind::f64, 0},
-                                   MaskView{is_scored.data(), 1, 0xff, 0}, count);
+  const Moments batch =
+      moments_of(FloatView{scores, Kind::f64, 0}, MaskView{is_scored.data(), 1, 0xff, 0}, count);
   return inverse_std(batch.count, batch.m2, batch.m2 == 0, options.ddof, options.eps);
 }
 
-void check_arguments(const Tensor& rewards, const Tensor& groups, const std::optional<Tensor>& valid,
-                     const std::optional<Tensor>& weights, const std::optional<Tensor>& mask,
-                     int64_t baseline, int64_t scale, int64_t ddof) {
+void check_arguments(const Tensor& rewards, const Tensor& groups,
+                     const std::optional<Tensor>& valid, const std::optional<Tensor>& weights,
+                     const std::optional<Tensor>& mask, int64_t baseline, int64_t scale,
+                     int64_t ddof) {
   STD_TORCH_CHECK(rewards.dim() == 2 || (rewards.dim() == 1 && !weights),
                   "fastrl: rewards must be [N], [N, K] with weights, or [N, T]");
   STD_TORCH_CHECK(groups.dim() == 1 && groups.size(0) == rewards.size(0) &&
@@ -161,16 +161,16 @@ void check_arguments(const Tensor& rewards, const Tensor& groups, const std::opt
                     "fastrl: mask must be [N, T]");
     if (rewards.dim() == 2 && !weights) check_same_shape(*mask, rewards, "mask");
   }
-  STD_TORCH_CHECK(baseline >= 0 && baseline <= 3 && scale >= 0 && scale <= 3 &&
-                      (ddof == 0 || ddof == 1),
-                  "fastrl: baseline and scale must be 0 to 3, ddof 0 or 1");
+  STD_TORCH_CHECK(
+      baseline >= 0 && baseline <= 3 && scale >= 0 && scale <= 3 && (ddof == 0 || ddof == 1),
+      "fastrl: baseline and scale must be 0 to 3, ddof 0 or 1");
   STD_TORCH_CHECK(mask || baseline != static_cast<int64_t>(Baseline::length_weighted),
                   "fastrl: the length-weighted baseline needs a mask");
 }
 
 // One [N] array of scores per objective; NaN for samples that are not valid.
-Doubles scores_of(const Tensor& rewards, const std::optional<Tensor>& valid, const TokenRows& tokens,
-                  bool sums_tokens) {
+Doubles scores_of(const Tensor& rewards, const std::optional<Tensor>& valid,
+                  const TokenRows& tokens, bool sums_tokens) {
   const int64_t count = rewards.size(0);
   const int64_t num_objectives = sums_tokens || rewards.dim() == 1 ? 1 : rewards.size(1);
   Doubles scores(static_cast<size_t>(count * num_objectives));
@@ -233,7 +233,8 @@ Tensor group_advantages_cpu(const Tensor& rewards_in, const Tensor& groups_in,
     });
   }
 
-  const Grouping grouping = grouping_of(static_cast<const int64_t*>(groups.const_data_ptr()), count);
+  const Grouping grouping =
+      grouping_of(static_cast<const int64_t*>(groups.const_data_ptr()), count);
   Doubles totals(static_cast<size_t>(count), 0.0);
   const auto* const weight =
       weights ? static_cast<const double*>(weights->const_data_ptr()) : nullptr;
@@ -245,11 +246,10 @@ Tensor group_advantages_cpu(const Tensor& rewards_in, const Tensor& groups_in,
       objective.inverse_batch_std = inverse_batch_std_of(objective.scores, count, options);
     }
     const int64_t num_groups = grouping.num_groups();
-    torch::stable::parallel_for(0, num_groups, row_grain(num_groups, count),
-                                [&](int64_t first, int64_t last) {
-                                  add_advantages(objective, grouping, options, first, last,
-                                                 totals.data());
-                                });
+    torch::stable::parallel_for(
+        0, num_groups, row_grain(num_groups, count), [&](int64_t first, int64_t last) {
+          add_advantages(objective, grouping, options, first, last, totals.data());
+        });
   }
 
   const ScalarType type = compute_type(kind_of(rewards, "rewards"));
@@ -263,7 +263,7 @@ Tensor group_advantages_cpu(const Tensor& rewards_in, const Tensor& groups_in,
     });
     return out;
   }
-  Tensor out = torch::stable::new_empty(rewards, std::array<int64_t, 1>{count}, type);
+  Tensor out = new_tensor(rewards, std::array<int64_t, 1>{count}, type);
   void* const data = out.mutable_data_ptr();
   for (int64_t i = 0; i < count; ++i) {
     const double total = totals[static_cast<size_t>(i)];

@@ -1,5 +1,5 @@
-// The per-token half of group advantages on CPU: sums of token rewards, and the advantage of a sample at each of its
-// tokens. This is where the bytes are; both loops run at the speed of memory.
+// The per-token half of group advantages on CPU: sums of token rewards, and the advantage of a
+// sample at each of its tokens. This is where the bytes are; both loops run at the speed of memory.
 #include "group_advantages/group_advantages_kernel.h"
 
 #include "common/wide.h"
@@ -28,7 +28,8 @@ int64_t first_valid(const MaskView& mask, int64_t begin, int64_t length) {
   return t;
 }
 
-// Lanes are counted from the first valid token, so that a row has the same sum whatever its padding.
+// Lanes are counted from the first valid token, so that a row has the same sum whatever its
+// padding.
 template <typename T>
 double row_sum(const TokenRows& rows, int64_t row) {
   const FloatView& rewards = rows.rewards;

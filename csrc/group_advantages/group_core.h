@@ -1,5 +1,5 @@
-// The arithmetic of one group, shared by every compiled implementation: from the sums over its members to the map that
-// takes a score to its advantage.
+// The arithmetic of one group, shared by every compiled implementation: from the sums over its
+// members to the map that takes a score to its advantage.
 #pragma once
 
 #include <cmath>
@@ -20,16 +20,16 @@ struct GroupOptions {
   bool singleton_raw = false;  // a group of one keeps its score; otherwise it gets 0
 };
 
-// Sums over the scored members. Scores are measured from that of the first one, which is also how equal scores come out
-// as exactly 0.
+// Sums over the scored members. Scores are measured from that of the first one, which is also how
+// equal scores come out as exactly 0.
 struct GroupSums {
   double count = 0;
-  double origin = 0;        // score of the first member
-  double offset = 0;        // mean = origin + offset
-  double m2 = 0;            // sum of squared deviations from the mean
-  double length = 0;        // sum of lengths
-  double length_offset = 0; // sum of length * (score - origin)
-  bool all_equal = true;    // and finite
+  double origin = 0;         // score of the first member
+  double offset = 0;         // mean = origin + offset
+  double m2 = 0;             // sum of squared deviations from the mean
+  double length = 0;         // sum of lengths
+  double length_offset = 0;  // sum of length * (score - origin)
+  bool all_equal = true;     // and finite
 };
 
 // A = ((score - origin) - offset) * factor, and 0 where the bracket is 0 whatever the factor.

@@ -1,7 +1,8 @@
 // Numbers keys 0, 1, 2, ... by first appearance.
 //
-// Open addressing with linear probing over (hash, number) slots. The table starts small and doubles with the keys it has
-// seen, not with those it is asked for: a batch with few groups keeps it in the first-level cache.
+// Open addressing with linear probing over (hash, number) slots. The table starts small and doubles
+// with the keys it has seen, not with those it is asked for: a batch with few groups keeps it in
+// the first-level cache.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +11,8 @@
 
 namespace fastrl {
 
-// Both halves of the 128-bit product: every bit of either factor reaches the low bits, which choose the slot.
+// Both halves of the 128-bit product: every bit of either factor reaches the low bits, which choose
+// the slot.
 inline uint64_t fold_multiply(uint64_t a, uint64_t b) {
   const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
   return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
@@ -51,8 +53,8 @@ class FirstSeen {
 
   int64_t size() const { return static_cast<int64_t>(firsts_.size()); }
 
-  // The number of the key at `index`, a new one if no earlier key is the same. `same_as(j)` compares it with the key at
-  // index j, and is asked only when the hashes are equal.
+  // The number of the key at `index`, a new one if no earlier key is the same. `same_as(j)`
+  // compares it with the key at index j, and is asked only when the hashes are equal.
   template <typename SameAs>
   int64_t number(uint64_t hash, int64_t index, const SameAs& same_as) {
     for (uint64_t at = hash & mask_;; at = (at + 1) & mask_) {
@@ -96,7 +98,8 @@ class FirstSeen {
   std::vector<int64_t> firsts_;  // number -> index of its first key
 };
 
-// Numbers of int64 keys; returns how many there are. Keys of a narrow range index a plain array instead of the table.
+// Numbers of int64 keys; returns how many there are. Keys of a narrow range index a plain array
+// instead of the table.
 inline int64_t number_ints(const int64_t* keys, int64_t count, int64_t* numbers) {
   if (count == 0) return 0;
   int64_t low = keys[0], high = keys[0];

@@ -1,7 +1,8 @@
 // Numbers of strings and integers as Python and numpy hold them, straight from their memory.
 //
-// Only exact str and int objects are looked at: no code of the caller runs, so borrowed references stay good. For
-// anything else the answer is None, and Python's own dict does the work and words the errors.
+// Only exact str and int objects are looked at: no code of the caller runs, so borrowed references
+// stay good. For anything else the answer is None, and Python's own dict does the work and words
+// the errors.
 #include "group_ids/group_ids.h"
 
 #include <pybind11/numpy.h>
@@ -17,7 +18,8 @@ namespace {
 
 using Numbers = py::array_t<int64_t>;
 
-// Labels are usually made once per prompt, but scattered over the heap: fetch this many objects ahead.
+// Labels are usually made once per prompt, but scattered over the heap: fetch this many objects
+// ahead.
 constexpr int64_t kPrefetch = 8;
 
 struct Text {
@@ -98,7 +100,8 @@ py::object group_ids(const py::object& labels) {
       number_ints(static_cast<const int64_t*>(array.data()), count, out);
       return numbers;
     }
-    if (kind == 'U' || kind == 'S') {  // padded with zeros to one width, so equal labels have equal bytes
+    if (kind == 'U' ||
+        kind == 'S') {  // padded with zeros to one width, so equal labels have equal bytes
       const auto* const bytes = static_cast<const char*>(array.data());
       FirstSeen seen;
       for (int64_t i = 0; i < count; ++i) {

@@ -1,4 +1,5 @@
-// torch.ops.fastrl.masked_moments and whiten_apply on CPU: tensors in, chunks over torch's thread pool.
+// torch.ops.fastrl.masked_moments and whiten_apply on CPU: tensors in, chunks over torch's thread
+// pool.
 #include <array>
 #include <cmath>
 #include <vector>
@@ -11,9 +12,6 @@ namespace {
 
 enum class EpsMode : int64_t { rsqrt_add, rsqrt_max, std_add };
 
-// Elements in row-major order, so that every layout of a shape is cut into the same chunks.
-Tensor dense(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
-
 std::optional<Tensor> dense_mask(const std::optional<Tensor>& mask, const Tensor& x) {
   if (!mask.has_value()) return std::nullopt;
   check_same_shape(*mask, x, "mask");
@@ -25,7 +23,7 @@ Tensor masked_moments_cpu(const Tensor& x, const std::optional<Tensor>& mask) {
   const std::optional<Tensor> valid = dense_mask(mask, x);
   const MaskView valid_view = valid ? mask_view(*valid) : MaskView{};
   const Moments total = moments_of(float_view(values, "x"), valid_view, values.numel());
-  Tensor out = torch::stable::new_empty(x, std::array<int64_t, 1>{3}, ScalarType::Double);
+  Tensor out = new_tensor(x, std::array<int64_t, 1>{3}, ScalarType::Double);
   double* const moments = static_cast<double*>(out.mutable_data_ptr());
   moments[0] = total.count;
   moments[1] = total.mean;
@@ -66,9 +64,8 @@ Tensor whiten_apply_cpu(const Tensor& x, const std::optional<Tensor>& mask, cons
   Tensor out = new_output(values, values.sizes(), compute_type(args.x.kind));
   args.out = out.mutable_data_ptr();
   const auto kernel = FASTRL_DISPATCH(whiten_elements);
-  torch::stable::parallel_for(0, values.numel(), 16384, [&](int64_t first, int64_t last) {
-    kernel(args, first, last);
-  });
+  torch::stable::parallel_for(0, values.numel(), 16384,
+                              [&](int64_t first, int64_t last) { kernel(args, first, last); });
   return out;
 }
 

@@ -1,7 +1,7 @@
 // Masked mean and variance, and whitening by them, on CPU.
 //
-// A chunk is centred on its own mean in a second pass that hits the cache, so memory is read once and nothing cancels.
-// All sums are in double, lane by lane in a fixed order.
+// A chunk is centred on its own mean in a second pass that hits the cache, so memory is read once
+// and nothing cancels. All sums are in double, lane by lane in a fixed order.
 #include "whiten/whiten_kernel.h"
 
 #include "common/wide.h"
@@ -59,25 +59,27 @@ void chunk_range(const MomentsArgs& args, int64_t first, int64_t last, Moments* 
   for (int64_t chunk = first; chunk < last; ++chunk) {
     const int64_t begin = chunk * kMomentsChunk;
     const int64_t left = args.count - begin;
-    out[chunk] = chunk_moments<T>(args, begin, begin + (left < kMomentsChunk ? left : kMomentsChunk));
+    out[chunk] =
+        chunk_moments<T>(args, begin, begin + (left < kMomentsChunk ? left : kMomentsChunk));
   }
 }
 
 template <typename T>
 void whiten_range(const WhitenArgs& args, int64_t first, int64_t last) {
   T* const out = static_cast<T*>(args.out);
-  for_each_vector<T>(args.x, args.mask, first, last, [&](Vec<T> x, uint32_t bits, int64_t at, int n) {
-    Wide<T> wide = widen<T>(x);
-    for (int p = 0; p < Wide<T>::kParts; ++p) {
-      wide.part[p] = (wide.part[p] - args.mean) * args.factor + args.added;
-    }
-    const Vec<T> result = keep<T>(narrow<T>(wide), bits);
-    if (n == kLanes<T>) {
-      store(out + at, result);
-    } else {
-      store_first(out + at, result, n);
-    }
-  });
+  for_each_vector<T>(args.x, args.mask, first, last,
+                     [&](Vec<T> x, uint32_t bits, int64_t at, int n) {
+                       Wide<T> wide = widen<T>(x);
+                       for (int p = 0; p < Wide<T>::kParts; ++p) {
+                         wide.part[p] = (wide.part[p] - args.mean) * args.factor + args.added;
+                       }
+                       const Vec<T> result = keep<T>(narrow<T>(wide), bits);
+                       if (n == kLanes<T>) {
+                         store(out + at, result);
+                       } else {
+                         store_first(out + at, result, n);
+                       }
+                     });
 }
 
 template <typename T>

@@ -6,11 +6,12 @@
 
 namespace fastrl {
 
-// Elements whose statistics are taken in one piece: both passes of a chunk read it from the first-level cache.
+// Elements whose statistics are taken in one piece: both passes of a chunk read it from the
+// first-level cache.
 constexpr int64_t kMomentsChunk = 4096;
 
-// Of the valid elements of a set. A chunk's are measured from an origin, one of the elements, so that equal elements
-// have a mean and m2 of exactly 0.
+// Of the valid elements of a set. A chunk's are measured from an origin, one of the elements, so
+// that equal elements have a mean and m2 of exactly 0.
 struct Moments {
   double count = 0;
   double mean = 0;
@@ -32,7 +33,7 @@ struct WhitenArgs {
   MaskView mask;  // same; null data: every element is valid
   double mean = 0;
   double factor = 1;
-  double added = 0;  // after scaling
+  double added = 0;     // after scaling
   void* out = nullptr;  // [count] float, or double for double input
 };
 
@@ -46,13 +47,13 @@ inline Moments merged(const Moments& a, const Moments& b) {
   return {count, a.mean + delta * share, a.m2 + b.m2 + delta * delta * a.count * share};
 }
 
-#define FASTRL_DECLARE(capability)                                                                 \
-  namespace capability {                                                                           \
-  /* The first valid element, 0 when there is none. */                                             \
-  double first_valid(const MomentsArgs& args);                                                     \
-  /* out[i] for chunk i. */                                                                        \
-  void moments_of_chunks(const MomentsArgs& args, int64_t first, int64_t last, Moments* out);      \
-  void whiten_elements(const WhitenArgs& args, int64_t first, int64_t last);                       \
+#define FASTRL_DECLARE(capability)                                                            \
+  namespace capability {                                                                      \
+  /* The first valid element, 0 when there is none. */                                        \
+  double first_valid(const MomentsArgs& args);                                                \
+  /* out[i] for chunk i. */                                                                   \
+  void moments_of_chunks(const MomentsArgs& args, int64_t first, int64_t last, Moments* out); \
+  void whiten_elements(const WhitenArgs& args, int64_t first, int64_t last);                  \
   }
 FASTRL_FOR_EACH_CAPABILITY(FASTRL_DECLARE)
 #undef FASTRL_DECLARE
