@@ -141,7 +141,7 @@ def _eval(arguments: argparse.Namespace, _: list[str]) -> int:
     is_run = arguments.target.is_dir()
     file = arguments.target / "config.toml" if is_run else arguments.target
     config = configs.load(file, arguments.set)
-    result = evaluate_run(config, arguments.target if is_run else None)
+    result = evaluate_run(config, arguments.target if is_run else None).figures
     print(
         f"step {int(result['step'])}: accuracy {result['accuracy']:.3f}, reward "
         f"{result['reward']:.3f} on {int(result['questions'])} held-out questions"

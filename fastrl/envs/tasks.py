@@ -21,6 +21,7 @@ __all__ = [
     "RewardFunction",
     "Source",
     "Task",
+    "bare_number",
     "count_up",
     "exact_match",
     "load_task",
@@ -214,6 +215,16 @@ def number_match(question: Question, completion: str) -> float:
         return 1.0
     numbers = re.findall(r"-?\d+", completion)
     return 0.5 if numbers and numbers[-1] == question.answer.strip() else 0.0
+
+
+def bare_number(question: Question, completion: str) -> float:
+    """Share of the completion that is its last number: 1 for a number and nothing else.
+
+    >>> bare_number(Question(text="", answer=""), "= 12")
+    0.5
+    """
+    numbers = re.findall(r"-?\d+", completion)
+    return len(numbers[-1]) / len(completion.strip()) if numbers else 0.0
 
 
 # --- sources -----------------------------------------------------------------------------------

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from fastrl.envs import Task, Trajectory, load_task
+from fastrl.envs import Question, Task, Trajectory, load_task
 from fastrl.train import checkpoint
 from fastrl.train.config import Config
 from fastrl.train.journal import Journal
@@ -19,7 +20,14 @@ from fastrl.train.models import Policy, load_policy
 from fastrl.train.rollout import Generator, TransformersGenerator
 from fastrl.train.seeding import derived_seed, set_up
 
-__all__ = ["collect", "evaluate", "evaluate_run", "is_correct", "make_task"]
+__all__ = ["Evaluation", "collect", "evaluate", "evaluate_run", "is_correct", "make_task"]
+
+
+class Evaluation(NamedTuple):
+    """Figures of one evaluation, and its completions."""
+
+    figures: dict[str, float]
+    trajectories: list[Trajectory]
 
 
 def collect(
@@ -27,28 +35,86 @@ def collect(
 ) -> list[Trajectory]:
     """Completions of the questions of `step`, scored; those of one prompt stand side by side."""
     rollout = config.rollout
-    questions = task.batch(step * rollout.prompts, rollout.prompts)
-    texts = [_prompt(config, policy, question.text) for _, question in questions]
+    asked = task.batch(step * rollout.prompts, rollout.prompts)
+    return _answers(
+        config,
+        task,
+        policy,
+        generator,
+        timer,
+        [(str(position), question) for position, question in asked],
+        samples=rollout.samples,
+        temperature=rollout.temperature,
+        seed=derived_seed(config.seed, "sample", step),
+        step=step + 1,
+    )
+
+
+def evaluate(
+    config: Config, task: Task, policy: Policy, generator: Generator, *, step: int
+) -> Evaluation:
+    """Accuracy and mean reward on the held-out questions, one completion each."""
+    timer = Timer()
+    started = time.perf_counter()
+    trajectories = _answers(
+        config,
+        task,
+        policy,
+        generator,
+        timer,
+        [(f"held_out/{i}", question) for i, question in enumerate(task.held_out)],
+        samples=1,
+        temperature=0.0 if config.eval.greedy else config.rollout.temperature,
+        # The same draws each time, so that two evaluations differ by the model alone.
+        seed=derived_seed(config.seed, "eval"),
+        step=step,
+    )
+    count = len(trajectories)
+    totals = [t.reward for t in trajectories if t.reward is not None]
+    figures = {
+        "step": step,
+        "accuracy": sum(is_correct(config, t.reward_parts) for t in trajectories) / count,
+        "reward": sum(totals) / len(totals) if totals else math.nan,
+        "questions": count,
+        "length": sum(len(t.completion_ids) for t in trajectories) / count,
+        "seconds": time.perf_counter() - started,
+    }
+    return Evaluation(figures, trajectories)
+
+
+def _answers(
+    config: Config,
+    task: Task,
+    policy: Policy,
+    generator: Generator,
+    timer: Timer,
+    questions: Sequence[tuple[str, Question]],
+    *,
+    samples: int,
+    temperature: float,
+    seed: int,
+    step: int,
+) -> list[Trajectory]:
+    """Scored completions of `questions`, which are pairs of uid and question."""
+    texts = [_prompt(config, policy, question) for _, question in questions]
     ids = [policy.encode(text) for text in texts]
     with timer("sample"):
         groups = generator.generate(
             ids,
-            samples=rollout.samples,
-            max_new_tokens=rollout.max_new_tokens,
-            temperature=rollout.temperature,
-            seed=derived_seed(config.seed, "sample", step),
+            samples=samples,
+            max_new_tokens=config.rollout.max_new_tokens,
+            temperature=temperature,
+            seed=seed,
         )
     trajectories = []
     with timer("score"):
-        for (position, question), text, prompt, group in zip(
-            questions, texts, ids, groups, strict=True
-        ):
+        for (uid, question), text, prompt, group in zip(questions, texts, ids, groups, strict=True):
             for tokens, finished in group:
                 completion = policy.decode(tokens)
                 parts = task.score(question, completion)
                 trajectories.append(
                     Trajectory(
-                        uid=str(position),
+                        uid=uid,
                         prompt=text,
                         completion=completion,
                         answer=question.answer,
@@ -59,39 +125,13 @@ def collect(
                         reward=task.total(parts),
                         reward_parts=parts,
                         finished=finished,
-                        step=step + 1,
+                        step=step,
                     )
                 )
     return trajectories
 
 
-def evaluate(
-    config: Config, task: Task, policy: Policy, generator: Generator, *, step: int
-) -> dict[str, float]:
-    """Accuracy and mean reward on the held-out questions, one completion each."""
-    started = time.perf_counter()
-    prompts = [policy.encode(_prompt(config, policy, q.text)) for q in task.held_out]
-    completions = generator.generate(
-        prompts,
-        samples=1,
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=0.0 if config.eval.greedy else config.rollout.temperature,
-        seed=derived_seed(config.seed, "eval"),
-    )
-    pairs = zip(task.held_out, completions, strict=True)
-    parts = [task.score(question, policy.decode(c.token_ids)) for question, (c,) in pairs]
-    totals = [t for t in map(task.total, parts) if t is not None]
-    return {
-        "step": step,
-        "accuracy": sum(is_correct(config, p) for p in parts) / len(parts),
-        "reward": sum(totals) / len(totals) if totals else math.nan,
-        "questions": len(parts),
-        "length": sum(len(c.token_ids) for (c,) in completions) / len(completions),
-        "seconds": time.perf_counter() - started,
-    }
-
-
-def evaluate_run(config: Config, run_dir: Path | None) -> dict[str, float]:
+def evaluate_run(config: Config, run_dir: Path | None) -> Evaluation:
     """Evaluate the newest checkpoint in `run_dir`, or the untrained model without one."""
     policy = load_policy(config.model, seed=config.seed, device=set_up(config))
     step = 0
@@ -120,9 +160,17 @@ def make_task(config: Config) -> Task:
     )
 
 
-def _prompt(config: Config, policy: Policy, question: str) -> str:
+def _prompt(config: Config, policy: Policy, question: Question) -> str:
     task = config.task
-    return policy.prompt(question, template=task.template, chat=task.chat, system=task.system)
+    names = {**question.data, "question": question.text}
+    try:
+        text = task.template.format_map(names)
+    except (KeyError, IndexError, ValueError) as error:
+        raise ValueError(
+            f"task: task.template = {task.template!r} cannot be filled in: {error!r}; it may name "
+            f"{', '.join(sorted(names))}"
+        ) from error
+    return policy.prompt(text, chat=task.chat, system=task.system)
 
 
 def is_correct(config: Config, parts: Mapping[str, float | None]) -> bool:

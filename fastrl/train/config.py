@@ -14,6 +14,7 @@ import difflib
 import inspect
 import itertools
 import json
+import string
 import sys
 import types
 import typing
@@ -78,7 +79,7 @@ class TaskConfig:
     size: int = 1024
     """Questions drawn from the source for training, before those held out are removed."""
     template: str = "{question}"
-    """Text of the prompt; {question} is replaced."""
+    """Text of the prompt; {question} and {NAME}, for what else the source knows, are replaced."""
     system: str | None = None
     """System message of the chat template; the model's own default if empty."""
     chat: bool = False
@@ -268,6 +269,8 @@ class Config:
     """Seed of everything random."""
     steps: int = 100
     """Rollouts, each followed by mini_batches x epochs optimiser steps."""
+    time_limit: float | None = None
+    """Seconds after which no step begins; the run then ends as after its last step."""
     device: str = "auto"
     """"cpu", "cuda", or "auto" for CUDA where there is one."""
     threads: int = 0
@@ -326,7 +329,7 @@ class Config:
                 "config: rollout.samples must be at least 2 for grpo, which compares the samples of a "
                 f'prompt, got {self.rollout.samples}; raise it, or set algorithm = "ppo"'
             )
-        if "{question}" not in self.task.template:
+        if not any(name for _, name, _, _ in string.Formatter().parse(self.task.template)):
             raise ValueError(
                 f"config: task.template must contain {{question}}, got {self.task.template!r}"
             )
@@ -449,8 +452,11 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         return value
     if origin is dict and isinstance(value, dict):
         return value
-    name = {dict: "table", tuple: "list"}.get(origin or hint, getattr(hint, "__name__", str(hint)))
-    raise ValueError(f"config: {key} must be a {name}, got {value!r} ({type(value).__name__})")
+    # Only built-in types and tables are left, so a TOML word describes each of them.
+    words = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+    words |= {tuple: "a list"}
+    expected = words.get(origin or hint, "a table")
+    raise ValueError(f"config: {key} must be {expected}, got {value!r} ({type(value).__name__})")
 
 
 # --- writing -----------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class GRPO:
                 weights=[r.weight for r in rewards] if options.normalise_each else None,
                 mask=batch.mask,
             )
-        advantages = advantages.to(old_logp.device, torch.float32)
+        advantages = advantages.to(old_logp)
         return Targets(old_logp, advantages, ref_logp[0] if ref_logp else None)
 
     def loss(

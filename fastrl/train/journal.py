@@ -1,7 +1,7 @@
 """The record of a run: JSON lines always, TensorBoard where installed, a progress bar on a terminal.
 
-A run folder holds config.toml, metrics.jsonl (one object per step), eval.jsonl, samples.jsonl (one
-trajectory per line) and checkpoints/. Every line carries its step, so a resumed run can cut off what
+A run folder holds config.toml, metrics.jsonl (one object per step), eval.jsonl (one per evaluation),
+samples.jsonl and eval_samples.jsonl (one trajectory per line) and checkpoints/. Every line carries its step, so a resumed run can cut off what
 was written after the checkpoint it continues from.
 """
 
@@ -28,7 +28,7 @@ from fastrl.train.metrics import check_names
 
 __all__ = ["Journal"]
 
-_FILES = ("metrics.jsonl", "eval.jsonl", "samples.jsonl")
+_FILES = ("metrics.jsonl", "eval.jsonl", "samples.jsonl", "eval_samples.jsonl")
 
 
 class Journal:
@@ -82,7 +82,7 @@ class Journal:
 
     def say(self, message: str) -> None:
         """Print one line."""
-        self._console.print(Text(message))
+        self._console.print(Text(message), soft_wrap=True)
 
     def metrics(self, metrics: Mapping[str, float]) -> None:
         """Record the metrics of one step; their names must be defined in `metrics.METRICS`."""
@@ -97,9 +97,10 @@ class Journal:
         if self._config.log.progress and not self._console.is_terminal:
             self.say(f"step {step}/{self._config.steps}  {figures}")
 
-    def evaluation(self, result: Mapping[str, float]) -> None:
+    def evaluation(self, result: Mapping[str, float], trajectories: Sequence[Trajectory]) -> None:
         """Record one evaluation on the held-out questions."""
         self._append("eval.jsonl", result)
+        write_trajectories(self._run_dir / "eval_samples.jsonl", trajectories)
         if self._tensorboard is not None:
             for name in ("accuracy", "reward"):
                 self._tensorboard.add_scalar(f"eval/{name}", result[name], int(result["step"]))

@@ -76,17 +76,23 @@ def train(config: Config, run_dir: Path, *, resume: bool = False) -> Outcome:
     generator = TransformersGenerator(policy, config.model, batch_size=config.rollout.batch_size)
     optimizer = _optimizer(config, algorithm)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
+    max_norm = math.inf if config.optim.max_grad_norm is None else config.optim.max_grad_norm
     journal = Journal(run_dir, config)
     start = _resume(run_dir, journal, algorithm, optimizer) if resume else 0
     journal.open(start)
 
+    limit = math.inf if config.time_limit is None else config.time_limit
+    began = time.perf_counter()
+
     with journal, _stop_signals(journal) as stopped_by:
+        step = saved = evaluated = start
         if start == 0 and config.eval.size:
-            journal.evaluation(evaluate(config, task, policy, generator, step=0))
-        step = saved = start
+            journal.evaluation(*evaluate(config, task, policy, generator, step=0))
         while step < config.steps and not stopped_by:
-            timer.reset()
             started = time.perf_counter()
+            if started - began >= limit:
+                break
+            timer.reset()
             metrics = StepMetrics()
 
             # Collect: several completions of each of this step's questions.
@@ -114,11 +120,7 @@ def train(config: Config, run_dir: Path, *, resume: bool = False) -> Outcome:
                         for micro in mini.micro_batches:
                             algorithm.loss(micro, mini, targets, metrics).backward()
                     with timer("optimizer"):
-                        limit = config.optim.max_grad_norm
-                        norm = nn.utils.clip_grad_norm_(
-                            trained, math.inf if limit is None else limit
-                        )
-                        metrics.grad_norm(norm)
+                        metrics.grad_norm(nn.utils.clip_grad_norm_(trained, max_norm))
                         optimizer.step()
                         optimizer.zero_grad(set_to_none=True)
 
@@ -132,15 +134,18 @@ def train(config: Config, run_dir: Path, *, resume: bool = False) -> Outcome:
             figures |= _times(timer, time.perf_counter() - started, trajectories)
             journal.metrics({"step": step, **figures})
             _check_finite(figures, step)
-            if config.log.samples_every and (step - 1) % config.log.samples_every == 0:
+            if _is_due(step - 1, config.log.samples_every):
                 kept = _with_logprobs(trajectories, targets if has_tokens else None, batch, config)
                 journal.samples(kept)
-            if config.eval.size and _is_due(step, config.eval.every, config.steps):
-                journal.evaluation(evaluate(config, task, policy, generator, step=step))
-            if config.checkpoint.every and step % config.checkpoint.every == 0:
+            if config.eval.size and _is_due(step, config.eval.every):
+                journal.evaluation(*evaluate(config, task, policy, generator, step=step))
+                evaluated = step
+            if _is_due(step, config.checkpoint.every):
                 _save(run_dir, journal, config, algorithm, optimizer, step)
                 saved = step
 
+        if config.eval.size and evaluated < step and not stopped_by:
+            journal.evaluation(*evaluate(config, task, policy, generator, step=step))
         if saved < step and (stopped_by or config.checkpoint.final):
             _save(run_dir, journal, config, algorithm, optimizer, step)
         if stopped_by:
@@ -238,8 +243,8 @@ def _set_learning_rate(config: Config, optimizer: torch.optim.Optimizer, step: i
         group["lr"] = group["base_lr"] * factor
 
 
-def _is_due(step: int, every: int, last: int) -> bool:
-    return step == last or (every > 0 and step % every == 0)
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def _save(
@@ -256,7 +261,7 @@ def _save(
         "optimizer.safetensors": checkpoint.optimizer_tensors(optimizer),
         "rng.safetensors": checkpoint.rng_tensors(),
     }
-    state = {"position": step * config.rollout.prompts, "algorithm": algorithm.state()}
+    state = {"algorithm": algorithm.state()}
     path = checkpoint.save(
         run_dir / "checkpoints", step, tensors, state, keep=config.checkpoint.keep
     )

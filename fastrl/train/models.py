@@ -98,9 +98,8 @@ class Policy(nn.Module):
             ids = ids[:-1]
         return cast(str, self.tokenizer.decode(ids, skip_special_tokens=False))
 
-    def prompt(self, question: str, *, template: str, chat: bool, system: str | None) -> str:
-        """The text given to the model for one question."""
-        text = template.replace("{question}", question)
+    def prompt(self, text: str, *, chat: bool, system: str | None) -> str:
+        """The text given to the model: `text` itself, or inside the chat template."""
         if not chat:
             return text
         messages = [{"role": "user", "content": text}]
@@ -131,10 +130,10 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def score(self, hidden: Tensor) -> Tensor:
-        """Values [...] of hidden states [..., H], in float32."""
+        """Values [...] of hidden states [..., H], in the precision of the weights."""
         # bfloat16 has too few digits for the difference of two values.
         with torch.autocast(hidden.device.type, enabled=False):
-            return cast(Tensor, self.head(hidden.float())).squeeze(-1)
+            return cast(Tensor, self.head(hidden.to(self.head.weight.dtype))).squeeze(-1)
 
 
 def completion_hidden(trunk: nn.Module, inputs: Inputs, *, share_prompts: bool) -> Tensor:
