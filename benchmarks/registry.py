@@ -106,6 +106,7 @@ def _prepared(
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    torch.compiler.reset()  # a case compiles one function; what earlier ones left counts towards a limit
     compiled: Callable[..., Any] = torch.compile(function, dynamic=False, fullgraph=True)
     return compiled
 
