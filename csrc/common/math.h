@@ -9,7 +9,8 @@
 
 namespace fastrl::FASTRL_CAPABILITY {
 
-// The larger one, b where either is NaN. What the processor does in one instruction g++ 12 does not always find.
+// The larger one, b where either is NaN. What the processor does in one instruction g++ 12 does not
+// always find.
 FASTRL_INLINE f32n native_max(f32n a, f32n b) {
 #if defined(__AVX512F__)
   return (f32n)_mm512_max_ps((__m512)a, (__m512)b);
@@ -29,8 +30,9 @@ FASTRL_INLINE f32n power_of_two(i32n n) { return reinterpret_cast<f32n>((n + 127
 // Adding it rounds to whole numbers, which are then the low bits.
 constexpr float kRoundToWhole = 12582912.0f;  // 1.5 * 2^23
 
-// e^(x - n ln 2) - 1 for n = x / ln 2 rounded, so that the exponent is at most ln 2 / 2; ln 2 is split in two so that
-// n ln 2 loses nothing even without fused multiply-add, and a polynomial of degree 6 does the rest.
+// e^(x - n ln 2) - 1 for n = x / ln 2 rounded, so that the exponent is at most ln 2 / 2; ln 2 is
+// split in two so that n ln 2 loses nothing even without fused multiply-add, and a polynomial of
+// degree 6 does the rest.
 FASTRL_INLINE f32n expm1_remainder(f32n x, f32n n) {
   const f32n r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
   f32n p = r * 1.38145400e-3f + 8.36874500e-3f;
@@ -41,7 +43,8 @@ FASTRL_INLINE f32n expm1_remainder(f32n x, f32n n) {
 }
 FASTRL_INLINE f32n exp_remainder(f32n x, f32n n) { return expm1_remainder(x, n) + 1.0f; }
 
-// The smaller of x and bound, x if it is NaN: what a minimum instruction does when x is its second operand.
+// The smaller of x and bound, x if it is NaN: what a minimum instruction does when x is its second
+// operand.
 FASTRL_INLINE f32n native_at_most(f32n x, f32n bound) {
 #if defined(__AVX512F__)
   return (f32n)_mm512_min_ps((__m512)bound, (__m512)x);
@@ -86,8 +89,8 @@ FASTRL_INLINE f32n scale_by_power(f32n fraction, f32n n, f32n shifted) {
 #endif
 }
 
-// e^x within 1.1 ulp (measured over every third float). -inf gives 0, what overflows gives inf, NaN stays NaN,
-// subnormal results are right.
+// e^x within 1.1 ulp (measured over every third float). -inf gives 0, what overflows gives inf, NaN
+// stays NaN, subnormal results are right.
 FASTRL_INLINE f32n native_exp(f32n x) {
   x = exp_range(x);
   const f32n shifted = x * 1.44269504088896341f + kRoundToWhole;
