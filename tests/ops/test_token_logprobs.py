@@ -214,6 +214,21 @@ def test_extreme_logits(impl: str, scale: float) -> None:
         assert sure.entropy is not None and sure.entropy.item() == 0
 
 
+@pytest.mark.parametrize("ends", [(-500.0, 500.0), (500.0, -500.0), (-3e38, 3e38)], ids=str)
+def test_the_largest_logit_may_come_at_any_time(impl: str, ends: tuple[float, float]) -> None:
+    """Logits that rise or fall over three tiles by more than the range of an exponential."""
+    logits = torch.linspace(ends[0] / 2, ends[1] / 2, 9001)[None] * 2
+    logits = torch.cat([logits, logits.roll(4500, -1)])
+    tokens = (logits.argmax(-1) - 1).abs()
+    got = fastrl.token_logprobs(logits, tokens, entropy=True, impl=impl)
+    for x, y in zip(got, reference(logits, tokens)):
+        assert x is not None and y is not None
+        torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=2e-5)
+    grad = gradient(logits, tokens, torch.ones(2), torch.ones(2), impl=impl)
+    expected = gradient(logits.double(), tokens, torch.ones(2), torch.ones(2), impl="reference")
+    assert_close(grad, expected, torch.float32)
+
+
 def test_equal_logits_are_uniform(impl: str) -> None:
     for value in (0.0, 1e4, -3e38):
         logits = torch.full((2, 5000), value)
