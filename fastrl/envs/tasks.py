@@ -21,11 +21,10 @@ __all__ = [
     "RewardFunction",
     "Source",
     "Task",
-    "bare_number",
     "count_up",
     "exact_match",
+    "last_number",
     "load_task",
-    "number_match",
     "position_match",
 ]
 
@@ -205,26 +204,14 @@ def position_match(question: Question, completion: str) -> float:
     return sum(a == b for a, b in zip(completion, question.answer, strict=False)) / longest
 
 
-def number_match(question: Question, completion: str) -> float:
-    """1 for exactly the answer, 0.5 when only the last number is right, else 0.
+def last_number(question: Question, completion: str) -> float:
+    """1 when the last number of the completion is the answer, else 0.
 
-    >>> number_match(Question(text="4 + 3 =", answer="7"), "4 + 3 = 7")
-    0.5
-    """
-    if completion.strip() == question.answer.strip():
-        return 1.0
-    numbers = re.findall(r"-?\d+", completion)
-    return 0.5 if numbers and numbers[-1] == question.answer.strip() else 0.0
-
-
-def bare_number(question: Question, completion: str) -> float:
-    """Share of the completion that is its last number: 1 for a number and nothing else.
-
-    >>> bare_number(Question(text="", answer=""), "= 12")
-    0.5
+    >>> last_number(Question(text="4 + 3 =", answer="7"), "4 + 3 = 7.")
+    1.0
     """
     numbers = re.findall(r"-?\d+", completion)
-    return len(numbers[-1]) / len(completion.strip()) if numbers else 0.0
+    return float(bool(numbers) and numbers[-1] == question.answer.strip())
 
 
 # --- sources -----------------------------------------------------------------------------------

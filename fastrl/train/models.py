@@ -214,7 +214,10 @@ def load_policy(config: ModelConfig, *, seed: int, device: torch.device) -> Poli
 def _pretrained(source: str, gguf_file: str | None) -> Policy:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    extra = {} if gguf_file is None else {"gguf_file": gguf_file}
+    # A folder has all there is, so nothing is looked for on the network.
+    extra: dict[str, Any] = {"local_files_only": Path(source).is_dir()}
+    if gguf_file is not None:
+        extra["gguf_file"] = gguf_file
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **extra)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **extra)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fastrl.envs import Question, Trajectory, load_task, read_trajectories, write_trajectories
-from fastrl.envs.tasks import exact_match, number_match, position_match
+from fastrl.envs.tasks import exact_match, last_number, position_match
 
 HERE = "tests.train.rewards"
 
@@ -43,16 +43,16 @@ def test_counting_on() -> None:
 
 @pytest.mark.parametrize(
     ("completion", "expected"),
-    [("7", 1.0), (" 7\n", 1.0), ("4 + 3 = 7", 0.5), ("7 or 8", 0.0), ("", 0.0)],
+    [("7", 1.0), (" 7\n", 1.0), ("4 + 3 = 7.", 1.0), ("7 or 8", 0.0), ("17", 0.0), ("", 0.0)],
 )
-def test_number_match(completion: str, expected: float) -> None:
-    assert number_match(Question(text="4 + 3 =", answer="7"), completion) == expected
+def test_last_number(completion: str, expected: float) -> None:
+    assert last_number(Question(text="4 + 3 =", answer="7"), completion) == expected
 
 
-def test_number_match_reads_negative_numbers() -> None:
+def test_last_number_reads_negative_numbers() -> None:
     question = Question(text="4 - 7 =", answer="-3")
-    assert number_match(question, "it is -3") == 0.5
-    assert number_match(question, "it is 3") == 0.0
+    assert last_number(question, "it is -3") == 1.0
+    assert last_number(question, "it is 3") == 0.0
 
 
 def test_position_and_exact_match() -> None:
@@ -68,7 +68,7 @@ def test_reasoning_gym_by_name() -> None:
     task = load_task(
         "reasoning_gym:chain_sum",
         params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-        rewards=[("task", None, 1.0), ("fastrl.envs.tasks:number_match", "number", 0.5)],
+        rewards=[("task", None, 1.0), ("fastrl.envs.tasks:last_number", "number", 0.5)],
         size=100,
         held_out=10,
     )
