@@ -105,7 +105,11 @@ def _parser() -> argparse.ArgumentParser:
         "--seconds", type=float, default=TRAINING_SECONDS, help="no step begins after this time"
     )
     parser.add_argument(
-        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="values to replace in CONFIG"
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="replace one value of the configuration; may be repeated",
     )
     return parser
 

@@ -72,7 +72,8 @@ def run_demo(demo: ModuleType, monkeypatch: Any, folder: Path, *settings: str) -
         demo.op_table, "measure", lambda c, f=demo.op_table.measure: f(c, seconds=0, rounds=1)
     )
     config = str(ROOT / "configs" / "grpo_tiny.toml")
-    return demo.main(["--config", config, "--run-dir", str(folder / "demo"), "--set", *settings])
+    replaced = [f"--set={setting}" for setting in settings]
+    return demo.main(["--config", config, "--run-dir", str(folder / "demo"), *replaced])
 
 
 def test_demo_ends_with_0_when_the_model_learns(demo, monkeypatch, tmp_path, capsys):
