@@ -181,7 +181,7 @@ inline Aggregation aggregation_of(int64_t value) {
 // A 0-d loss in the dtype that results have for inputs like `like`.
 inline Tensor loss_tensor(const Tensor& like, double value) {
   const ScalarType type = compute_type(kind_of(like, "the first tensor"));
-  Tensor out = torch::stable::new_empty(like, std::array<int64_t, 0>{}, type);
+  Tensor out = new_tensor(like, std::array<int64_t, 0>{}, type);
   if (type == ScalarType::Double) {
     *static_cast<double*>(out.mutable_data_ptr()) = value;
   } else {
@@ -192,7 +192,7 @@ inline Tensor loss_tensor(const Tensor& like, double value) {
 
 template <size_t N>
 Tensor metrics_tensor(const Tensor& like, const std::array<double, N>& values) {
-  Tensor out = torch::stable::new_empty(like, std::array<int64_t, 1>{N}, ScalarType::Double);
+  Tensor out = new_tensor(like, std::array<int64_t, 1>{N}, ScalarType::Double);
   std::memcpy(out.mutable_data_ptr(), values.data(), sizeof(values));
   return out;
 }
@@ -223,7 +223,7 @@ inline void zero_outside(const TokenRows& rows, const Tensor& out) {
 inline Tensor gradient_tensor(bool wanted, const Tensor& shape, const Tensor& dtype_of,
                               const TokenRows& rows, void*& data) {
   const ScalarType type = dtype_of.scalar_type();
-  if (!wanted) return torch::stable::new_empty(dtype_of, std::array<int64_t, 1>{0}, type);
+  if (!wanted) return new_tensor(dtype_of, std::array<int64_t, 1>{0}, type);
   Tensor out = new_output(dtype_of, shape.sizes(), type);
   zero_outside(rows, out);
   data = out.mutable_data_ptr();
