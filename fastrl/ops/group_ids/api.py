@@ -36,6 +36,8 @@ def group_ids(labels: Tensor | np.ndarray[Any, Any] | Sequence[Hashable]) -> Ten
 
     Deterministic; the work is on CPU whatever the device of the labels, so a GPU tensor is waited for.
 
+    Source: pandas ``factorize`` without its conversions; verl 0.9.1 ``as_torch_index`` uses numeric labels as they are.
+
     >>> fastrl.group_ids(["b", "a", "b", "7", "007"])
     tensor([0, 1, 0, 2, 3])
     """

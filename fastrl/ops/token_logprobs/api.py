@@ -66,6 +66,8 @@ def token_logprobs(
     threads, and for a row alone or in a batch. Reads the logits once forward; reads them and writes the gradient
     backward; keeps three numbers a row.
 
+    Source: online softmax, Milakov and Gimelshein, Online normalizer calculation for softmax (2018).
+
     >>> logits = torch.tensor([[0.0, 0.0, -torch.inf], [1.0, 0.0, 0.0]])
     >>> fastrl.token_logprobs(logits, torch.tensor([1, 0]), entropy=True)
     LogProbs(logp=tensor([-0.6931, -0.5514]), entropy=tensor([0.6931, 0.9753]))
