@@ -89,7 +89,7 @@ def number(
         raise ArgumentTypeError(
             f"{op}: {name} must be a number, got {type(value).__name__}; pass float({name})"
         )
-    if not low <= value <= high or math.isinf(value):
+    if not low <= value <= high or value in (math.inf, -math.inf):
         raise ArgumentError(
             f"{op}: {name} must be a finite number in [{low:g}, {high:g}], got {value!r}"
         )

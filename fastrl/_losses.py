@@ -111,6 +111,9 @@ def aggregation(
         raise ArgumentError(
             f"{op}: denom must be greater than 0, got {denom!r}; pass max(count, 1) for an empty batch"
         )
+    if torch.compiler.is_compiling():
+        # A float argument of an operator is a constant of the graph, and every batch has another count.
+        return DEFAULT_DENOM, torch.full((), number, dtype=torch.float64, device=device)
     return number, None
 
 

@@ -370,16 +370,20 @@ def test_opcheck() -> None:
     )
 
 
-def test_compile_fullgraph_with_dynamic_lengths_and_denominators() -> None:
+@pytest.mark.parametrize("which", ["auto", "reference"])
+@pytest.mark.parametrize("count", [torch.tensor, int], ids=["tensor", "int"])
+def test_compile_fullgraph_with_dynamic_lengths_and_denominators(which: str, count: Any) -> None:
+    """One graph for any lengths and any global count, be that a number or a tensor."""
     compiles = CompileCounter()
 
-    def loss(logp: Tensor, data: Batch, mask: Tensor, denom: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(logp: Tensor, data: Batch, mask: Tensor, denom: Any) -> tuple[Tensor, Tensor]:
         out = fastrl.policy_loss(
             *(logp, data.old_logp, data.advantages, mask),
             ref_logp=data.ref_logp,
             is_weights=data.is_weights,
             entropy=data.entropy,
             denom=denom,
+            impl=which,
             **FULL,
         )
         return out.loss * 2, out.metrics
@@ -389,13 +393,33 @@ def test_compile_fullgraph_with_dynamic_lengths_and_denominators() -> None:
     compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
     for shape in ((2, 30), (3, 17), (4, 55)):
         data, mask = full_batch(shape), torch.rand(shape) < 0.5
-        arguments = (leaf(data.logp), data, mask, mask.sum())
+        arguments = (leaf(data.logp), data, mask, count(int(mask.sum())))
         counted(*arguments)
         (got, got_metrics), (expected, metrics) = compiled(*arguments), loss(*arguments)
         torch.testing.assert_close(got_metrics, metrics)
         x, y = (torch.autograd.grad(value, arguments[0])[0] for value in (got, expected))
         torch.testing.assert_close(x, y)
     assert compiles.frame_count == 1
+
+
+@pytest.mark.parametrize("which", ["auto", "reference"])
+def test_compile_packed(which: str) -> None:
+    data = full_batch((2, 30)).map(Tensor.flatten)
+    offsets = torch.tensor([0, 20, 60])
+
+    def loss(logp: Tensor) -> Tensor:
+        return fastrl.policy_loss(
+            *(logp, data.old_logp, data.advantages),
+            ratio="sequence",
+            agg="seq_mean_token_mean",
+            cu_seqlens=offsets,
+            impl=which,
+        ).loss
+
+    compiled, eager = leaf(data.logp), leaf(data.logp)
+    torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")(compiled).backward()
+    loss(eager).backward()
+    torch.testing.assert_close(compiled.grad, eager.grad)
 
 
 def test_compile_with_inductor_and_infinite_bounds() -> None:

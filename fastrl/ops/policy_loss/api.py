@@ -212,6 +212,13 @@ def policy_loss(
 
 def _like(logp: Tensor, name: str, value: Tensor, rows: int | None = None) -> None:
     """``value`` is shaped like logp, or has one element per row when ``rows`` is given, and is float64 if logp is."""
+    if (
+        isinstance(value, Tensor)
+        and value.dtype == logp.dtype
+        and value.shape == logp.shape
+        and value.device == logp.device
+    ):
+        return  # the usual case in one look: a call on a few elements must stay cheap
     _checks.floating("policy_loss", name, value)
     if value.shape != logp.shape and (rows is None or value.shape != (rows,)):
         per_row = "" if rows is None else f" or one element per sequence, [{rows}],"
