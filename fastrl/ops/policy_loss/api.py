@@ -139,7 +139,7 @@ def policy_loss(
     exactly 0. NaN at a valid token reaches the loss; an infinite log-ratio is clamped like any other and shows in
     ``nonfinite``. Deterministic: loss, metrics and gradients have the same bits from run to run, for any number of
     threads, and for rows padded on either side or packed. On CPU the forward pass writes the gradient, and backward only
-    scales it; with per-token float32 input and a byte mask that moves 22 bytes a token, and 4 more for ``ref_logp``.
+    scales it; with per-token float32 input and a byte mask that moves 18 bytes a token, and 4 more for ``ref_logp``.
 
     Source: Schulman et al., Proximal Policy Optimization Algorithms (2017); dual clip: Ye et al. (2020); GSPO: Zheng et
     al. (2025); CISPO: MiniMax-M1 (2025); k1, k2, k3: Schulman, Approximating KL Divergence (2020).

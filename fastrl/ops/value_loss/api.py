@@ -82,7 +82,7 @@ def value_loss(
     Differentiable once, in values. Masked positions influence nothing, NaN included, and their gradient is exactly 0;
     what is not finite at a valid token reaches the loss. Deterministic: loss, metrics and gradient have the same bits
     from run to run, for any number of threads, and for rows padded on either side or packed. On CPU the forward pass
-    writes the gradient, and backward only scales it: 17 bytes a token for float32 with a byte mask.
+    writes the gradient, and backward only scales it: 18 bytes a token for float32 with a byte mask.
 
     Source: the value clip of OpenAI baselines' PPO2, as in verl 0.9.1 ``compute_value_loss``.
 
