@@ -89,10 +89,15 @@ FASTRL_INLINE Lanes<T> load_row(const FloatView& view, int64_t index, int n) {
   return Lanes<T>(load_as<T>(view.data, view.kind, index));
 }
 
+// With `stream` whole lines bypass the caches; the caller ends with end_of_stream().
 template <typename T>
-FASTRL_INLINE void store_row(T* p, Lanes<T> x, int n) {
+FASTRL_INLINE void store_row(T* p, Lanes<T> x, int n, bool stream = false) {
   if (n == kLanes<T>) {
-    x.to(p);
+    if (stream && reinterpret_cast<uintptr_t>(p) % 64 == 0) {
+      stream_bytes<64>(p, x.part);
+    } else {
+      x.to(p);
+    }
   } else {
     store_first(p, x.vec(), n);
   }

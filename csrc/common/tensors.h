@@ -144,6 +144,9 @@ inline Tensor new_output(const Tensor& like, torch::headeronly::IntHeaderOnlyArr
   return out;
 }
 
+// From here on results bypass the caches: about half of a last-level cache.
+constexpr int64_t kStreamBytes = int64_t{16} << 20;
+
 // Rows per thread so that a task is worth its dispatch: about 16k elements.
 inline int64_t row_grain(int64_t rows, int64_t elements) {
   if (rows <= 0) return 1;

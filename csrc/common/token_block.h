@@ -45,24 +45,6 @@ FASTRL_INLINE void for_each_block(const Rows& rows, const MaskView& mask, const 
   }
 }
 
-// Fetches the cache line of an address that will be read, or written, a block later: blocks are
-// computed from a few streams in turn, each too slow for the processor to see it coming. Past the
-// end of a tensor it does nothing. Not __builtin_prefetch: g++ 12 drops calls that do only that.
-FASTRL_INLINE void prefetch_read(const void* p) {
-#if defined(__x86_64__)
-  asm volatile("prefetcht0 (%0)" ::"r"(p));
-#else
-  __builtin_prefetch(p, 0);
-#endif
-}
-FASTRL_INLINE void prefetch_write(const void* p) {
-#if defined(__x86_64__)
-  asm volatile("prefetchw (%0)" ::"r"(p));
-#else
-  __builtin_prefetch(p, 1);
-#endif
-}
-
 template <typename T>
 constexpr Kind kOwnKind = sizeof(T) == 8 ? Kind::f64 : Kind::f32;
 

@@ -146,6 +146,57 @@ FASTRL_INLINE void store_first(T* p, Vec<T> v, int n) {
 #endif
 }
 
+// Fetches the cache line of an address that will be read, or written, a little later: kernels work
+// on a few streams in turn, each too slow for the processor to see it coming. Outside of a tensor
+// it does nothing. Not __builtin_prefetch: g++ 12 drops calls that do only that.
+FASTRL_INLINE void prefetch_read(const void* p) {
+#if defined(__x86_64__)
+  asm volatile("prefetcht0 (%0)" ::"r"(p));
+#else
+  __builtin_prefetch(p, 0);
+#endif
+}
+FASTRL_INLINE void prefetch_write(const void* p) {
+#if defined(__x86_64__)
+  asm volatile("prefetchw (%0)" ::"r"(p));
+#else
+  __builtin_prefetch(p, 1);
+#endif
+}
+
+// kSize bytes to where they need not pass through the caches; `p` is aligned to kSize, which is 16,
+// 32 or 64.
+template <int kSize>
+FASTRL_INLINE void stream_bytes(void* p, const void* bytes) {
+  char* const to = static_cast<char*>(p);
+  const char* const from = static_cast<const char*>(bytes);
+#if defined(__AVX512F__)
+  if constexpr (kSize == 64) return _mm512_stream_si512((__m512i*)to, *(const __m512i_u*)from);
+#endif
+#if defined(__AVX2__)
+  if constexpr (kSize >= 32) {
+    for (int i = 0; i < kSize; i += 32) {
+      _mm256_stream_si256((__m256i*)(to + i), *(const __m256i_u*)(from + i));
+    }
+    return;
+  }
+#endif
+#if defined(__x86_64__)
+  for (int i = 0; i < kSize; i += 16) {
+    _mm_stream_si128((__m128i*)(to + i), *(const __m128i_u*)(from + i));
+  }
+#else
+  std::memcpy(to, from, kSize);
+#endif
+}
+
+// Makes what was streamed visible to other threads; once at the end.
+FASTRL_INLINE void end_of_stream() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
 // Packs the lanes whose bit is set to the low end, in order; the rest become zero.
 template <typename T>
 FASTRL_INLINE Vec<T> compress(Vec<T> v, uint32_t bits) {

@@ -76,7 +76,9 @@ Tensor new_like(const Tensor& rewards) {
   return new_output(rewards, rewards.sizes(), compute_type(kind_of(rewards, "rewards")));
 }
 
-void run(const GaeInputs& in) {
+void run(GaeInputs& in) {
+  const int64_t outputs = in.args.returns == nullptr ? 1 : 2;
+  in.args.stream = outputs * in.rewards.numel() * int64_t{sizeof(float)} >= kStreamBytes;
   const auto kernel = FASTRL_DISPATCH(gae_rows);
   const Rows& rows = in.args.rows;
   torch::stable::parallel_for(0, rows.count, row_grain(rows.count, in.rewards.numel()),

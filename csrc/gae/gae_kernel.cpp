@@ -234,8 +234,8 @@ void gae_row(const GaeArgs& args, int64_t row) {
         if constexpr (kValues) returns = kept_or_zero(returns, kept);
       }
     }
-    store_row(out_advantages + column, advantages, n);
-    if constexpr (kValues) store_row(out_returns + column, returns, n);
+    store_row(out_advantages + column, advantages, n, args.stream);
+    if constexpr (kValues) store_row(out_returns + column, returns, n, args.stream);
   }
 }
 
@@ -315,6 +315,7 @@ void gae_rows(const GaeArgs& args, int64_t first_row, int64_t last_row) {
   } else {
     gae_range<float>(args, first_row, last_row);
   }
+  if (args.stream) end_of_stream();
 }
 
 void gae_grad_rows(const GaeGradArgs& args, int64_t first_row, int64_t last_row) {

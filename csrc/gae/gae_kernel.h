@@ -25,6 +25,7 @@ struct GaeArgs {
   void* advantages = nullptr;  // float, or double for double input
   void* returns = nullptr;     // null for discounted returns
   int64_t out_stride = 0;
+  bool stream = false;  // the results are too large to stay in the caches
 };
 
 struct GaeGradArgs {

@@ -10,9 +10,6 @@
 namespace fastrl {
 namespace {
 
-// From here on results bypass the caches: about half of a last-level cache.
-constexpr int64_t kStreamBytes = int64_t{16} << 20;
-
 // Keeps the copies that were needed alive for as long as the raw views are used.
 struct Inputs {
   Tensor logits, tokens;

@@ -185,26 +185,7 @@ template <typename T, Kind kKind>
 FASTRL_INLINE void stream(void* p, Vec<T> v) {
   char bytes[kLanes<T> * kBytesOf<kKind>];
   store_first_as<T>(bytes, kKind, 0, v, kLanes<T>);
-#if defined(__AVX512F__)
-  if constexpr (sizeof(bytes) == 64) return _mm512_stream_si512((__m512i*)p, *(__m512i_u*)bytes);
-#endif
-#if defined(__AVX2__)
-  for (size_t i = 0; i < sizeof(bytes); i += 32) {
-    _mm256_stream_si256((__m256i*)((char*)p + i), *(__m256i_u*)(bytes + i));
-  }
-#elif defined(__x86_64__)
-  for (size_t i = 0; i < sizeof(bytes); i += 16) {
-    _mm_stream_si128((__m128i*)((char*)p + i), *(__m128i_u*)(bytes + i));
-  }
-#else
-  std::memcpy(p, bytes, sizeof(bytes));
-#endif
-}
-
-FASTRL_INLINE void end_of_stream() {
-#if defined(__x86_64__)
-  _mm_sfence();
-#endif
+  stream_bytes<sizeof(bytes)>(p, bytes);
 }
 
 template <typename T, Kind kKind>
