@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -184,3 +185,17 @@ def test_no_source_file_is_longer_than_600_lines() -> None:
         if p.is_file() and (n := len(p.read_text(errors="ignore").splitlines())) > 600
     }
     assert not long
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    pages = [
+        p
+        for pattern in ("*.md", "csrc/*.md", "fastrl/**/*.md", "benchmarks/*.md")
+        for p in ROOT.glob(pattern)
+    ]
+    assert len(pages) > 12
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
+    for op in PUBLIC_OPS:
+        assert (ROOT / "fastrl/ops" / op / "README.md").exists()
