@@ -23,10 +23,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if not sys.stderr.isatty():
     os.environ["TQDM_DISABLE"] = "1"
 
-import op_table
 import torch
 
 import fastrl
+from examples import op_table
 from fastrl.envs import Trajectory
 from fastrl.train import config as configs
 from fastrl.train.loop import train
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _say("", f"curves: {page}", f"        {page.parent}/*.png")
 
     _title("Each op beside plain PyTorch on this machine")
-    _say(op_table.table([op_table.measure(case) for case in op_table.cases()]))
+    _say(op_table.table())
 
     verdict = judge(run)
     _title("Passed" if verdict.passed else "Failed")

@@ -132,14 +132,4 @@ FASTRL_INLINE void native_exp_pair(f64n x, f64n& exp, f64n& expm1) {
   std::memcpy(&expm1, lanes, sizeof(x));
 }
 
-// e^x lane by lane; see native_exp. For T = double it is the C library's.
-template <typename T>
-FASTRL_INLINE Vec<T> vexp(Vec<T> x) {
-  Native<T> parts[kNativeParts];
-  std::memcpy(parts, &x, sizeof(x));
-  for (Native<T>& part : parts) part = native_exp(part);
-  std::memcpy(&x, parts, sizeof(x));
-  return x;
-}
-
 }  // namespace fastrl::FASTRL_CAPABILITY

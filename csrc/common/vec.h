@@ -28,7 +28,6 @@ namespace fastrl::FASTRL_CAPABILITY {
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef double f64x8 __attribute__((vector_size(64)));
-typedef int64_t i64x8 __attribute__((vector_size(64)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
 
 template <typename T>
@@ -36,21 +35,17 @@ struct Simd;
 template <>
 struct Simd<float> {
   using vec = f32x16;
-  using ivec = i32x16;
   using lane_int = int32_t;
   static constexpr int kLanes = 16;
 };
 template <>
 struct Simd<double> {
   using vec = f64x8;
-  using ivec = i64x8;
   using lane_int = int64_t;
   static constexpr int kLanes = 8;
 };
 template <typename T>
 using Vec = typename Simd<T>::vec;
-template <typename T>
-using IVec = typename Simd<T>::ivec;
 template <typename T>
 constexpr int kLanes = Simd<T>::kLanes;
 

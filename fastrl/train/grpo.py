@@ -7,6 +7,7 @@ the loss. Dr. GRPO is grpo.scale = "none" with loss.agg = "seq_mean_token_sum_no
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -97,19 +98,12 @@ class GRPO:
                 out.logp,
                 old_logp,
                 advantages,
-                ratio=options.ratio,
-                surrogate=options.surrogate,
-                clip_low=options.clip_low,
-                clip_high=options.clip_high,
-                dual_clip=options.dual_clip,
-                ratio_cap=options.ratio_cap,
+                **dataclasses.asdict(options),
                 ref_logp=ref_logp,
                 kl=None if ref_logp is None else kl.estimator,
                 kl_grad=kl.grad,
                 kl_coef=kl.coef,
                 entropy=out.entropy,
-                entropy_coef=options.entropy_coef,
-                agg=options.agg,
                 denom=mini.denominator(options.agg, self.config.rollout.max_new_tokens),
                 cu_seqlens=micro.cu_seqlens,
             )

@@ -7,6 +7,7 @@ controller steers to a target. The critic is a value head on the policy's trunk 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -120,15 +121,8 @@ class PPO:
                 out.logp,
                 old_logp,
                 advantages,
-                ratio=options.ratio,
-                surrogate=options.surrogate,
-                clip_low=options.clip_low,
-                clip_high=options.clip_high,
-                dual_clip=options.dual_clip,
-                ratio_cap=options.ratio_cap,
+                **dataclasses.asdict(options),
                 entropy=out.entropy,
-                entropy_coef=options.entropy_coef,
-                agg=options.agg,
                 denom=denom,
                 cu_seqlens=micro.cu_seqlens,
             )

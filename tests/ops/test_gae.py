@@ -249,6 +249,20 @@ def test_rule_5_same_bits_alone_in_a_batch_padded_and_packed(impl: str) -> None:
             assert same_bits(x, y.flatten())
 
 
+def test_rule_5_same_bits_whether_results_bypass_the_caches(impl: str) -> None:
+    """Large results are stored past the caches; halves of the batch are below that size. Rows end anywhere in a line."""
+    rewards, values = inputs((258, 8195))
+    mask = torch.rand(rewards.shape) < 0.9
+    options = {"gamma": 0.99, "lam": 0.95, "impl": impl}
+    if impl == "reference":  # thousands of steps, and it has one kind of store
+        rewards, values, mask = (x[:, :64] for x in (rewards, values, mask))
+    whole = fastrl.gae(rewards, values, mask, **options)
+    halves = [fastrl.gae(*(x[i::2] for x in (rewards, values, mask)), **options) for i in (0, 1)]
+    for i, half in enumerate(halves):
+        for x, y in zip(half, whole):
+            assert same_bits(x, y[i::2])
+
+
 def test_rule_7_shapes_beyond_2_to_the_31() -> None:
     with FakeTensorMode():
         rewards = torch.empty(2**17, 2**15)
