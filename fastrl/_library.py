@@ -1,4 +1,4 @@
-"""The ``fastrl`` operator library: schemas and fake kernels in Python, compiled kernels from ``fastrl._C``.
+"""The ``fastrl`` operators: schemas and fake kernels in Python, compiled kernels from ``fastrl._C``, Triton's in Python.
 
 Schemas are defined here so that every operator exists even where nothing was compiled: tracing, ``opcheck`` and
 ``fastrl.info`` then work the same everywhere, and the compiled module only adds implementations.
@@ -7,27 +7,64 @@ Schemas are defined here so that every operator exists even where nothing was co
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-_LIBRARY = torch.library.Library("fastrl", "DEF")
-_DISPATCH_KEYS = ("CPU",)
+# The dispatcher holds one kernel per operator and device, so Triton's have operators of their own beside those of C++.
+_COMPILED = torch.library.Library("fastrl", "DEF")
+_TRITON = torch.library.Library("fastrl_triton", "DEF")
+_DISPATCH_KEYS = ("CPU", "CUDA")
+
+# One operator per implementation: "cpu" and "cuda" are one operator of which the dispatcher picks the kernel.
+Operators = dict[str, Callable[..., Any]]
+
+
+class Definition(NamedTuple):
+    """What defines an operator, kept so that tests can run other builds of its kernels under names of their own."""
+
+    signature: str
+    fake: Callable[..., Any]
+    operators: Operators
+
+
+definitions: dict[str, Definition] = {}
 
 # Filled when an operator is defined: a look-up in a dict can be traced, a question to the dispatcher cannot.
 _kernels: dict[str, tuple[str, ...]] = {}
+_triton_kernels: set[str] = set()
 
 
-def define(name: str, signature: str, fake: Callable[..., Any]) -> None:
-    """Declare operator ``fastrl::name`` with its schema and the function that gives output shapes and dtypes."""
-    _LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.register_fake(f"fastrl::{name}", fake, lib=_LIBRARY)
+def define(name: str, signature: str, fake: Callable[..., Any]) -> Operators:
+    """Declare operator ``name`` with its schema and the function that gives output shapes and dtypes."""
+    for library, namespace in ((_COMPILED, "fastrl"), (_TRITON, "fastrl_triton")):
+        library.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
     _kernels[name] = tuple(
         key
         for key in _DISPATCH_KEYS
         if torch._C._dispatch_has_kernel_for_dispatch_key(f"fastrl::{name}", key)
     )
+    compiled = getattr(torch.ops.fastrl, name).default
+    triton = getattr(torch.ops.fastrl_triton, name).default
+    operators = {"cpu": compiled, "cuda": compiled, "triton": triton}
+    definitions[name] = Definition(signature, fake, operators)
+    return operators
+
+
+def implement_in_triton(name: str, module: str) -> None:
+    """Let function ``name`` of ``module`` implement the operator; Triton is imported by the first call."""
+
+    def kernel(*args: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(*args)
+
+    _TRITON.impl(name, kernel, "CUDA")
+    if triton_interprets:
+        _TRITON.impl(name, kernel, "CPU")
+    _triton_kernels.add(name)
 
 
 def result_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -38,6 +75,10 @@ def result_dtype(dtype: torch.dtype) -> torch.dtype:
 def has_kernel(name: str, dispatch_key: str) -> bool:
     """Whether the compiled module implements ``fastrl::name`` for a dispatch key such as ``"CPU"``."""
     return dispatch_key in _kernels.get(name, ())
+
+
+def has_triton_kernel(name: str) -> bool:
+    return name in _triton_kernels
 
 
 def _load_compiled() -> str | None:
@@ -51,3 +92,7 @@ def _load_compiled() -> str | None:
 
 # None when the compiled module is loaded, otherwise the reason it is not.
 compiled_error: str | None = _load_compiled()
+
+triton_installed = importlib.util.find_spec("triton") is not None
+# Triton reads the variable when a kernel is defined; its kernels then run on CPU tensors, one program after another.
+triton_interprets = triton_installed and os.environ.get("TRITON_INTERPRET") == "1"

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -14,17 +15,17 @@ import torch
 from fastrl import _backends, _library
 from fastrl._version import __version__
 
-# Every public op that has more than one implementation.
-OPS = (
-    "affine_scan",
-    "discounted_returns",
-    "gae",
-    "group_advantages",
-    "policy_loss",
-    "token_logprobs",
-    "value_loss",
-    "whiten",
-)
+# Every public op that has more than one implementation, and the operator that stands for it.
+OPS = {
+    "affine_scan": "affine_scan",
+    "discounted_returns": "discounted_returns",
+    "gae": "gae",
+    "group_advantages": "group_advantages",
+    "policy_loss": "policy_loss",
+    "token_logprobs": "token_logprobs",
+    "value_loss": "value_loss",
+    "whiten": "whiten_apply",
+}
 _DEVICES = ("cpu", "cuda")
 
 
@@ -44,9 +45,15 @@ def collect() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
-        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("FASTRL_")},
+        "triton": metadata.version("triton") if _library.triton_installed else None,
+        "environment": {
+            k: v for k, v in sorted(os.environ.items()) if k.startswith(("FASTRL_", "TRITON_"))
+        },
         "build": build,
-        "ops": {op: {device: _implementations(op, device) for device in _DEVICES} for op in OPS},
+        "ops": {
+            op: {device: _implementations(operator, device) for device in _DEVICES}
+            for op, operator in OPS.items()
+        },
     }
 
 
@@ -58,6 +65,7 @@ def _implementations(op: str, device: str) -> dict[str, Any]:
     }
     return {
         "auto": _backends.resolve(op, "auto", torch.device(device)),
+        "order": _backends.preference(op, device)._asdict(),
         "available": [impl for impl in _backends.IMPLEMENTATIONS if impl not in missing],
         "missing": missing,
     }
@@ -73,12 +81,19 @@ def _print(info: dict[str, Any]) -> None:
         print(f"CPU kernels: {build['capability']} (built: {built}), {info['threads']} threads")
     else:
         print(f"CPU kernels: none ({build['reason']})")
+    if build.get("cuda_archs"):
+        print(f"CUDA kernels: {', '.join(build['cuda_archs'])} (nvcc {build['nvcc']})")
+    else:
+        print("CUDA kernels: not built")
+    print(f"Triton kernels: {info['triton'] or 'triton is not installed'}")
     for name, value in info["environment"].items():
         print(f"{name}={value}")
     for device in _DEVICES:
         print(f"\non {device} tensors, impl='auto' runs:")
         for op, devices in info["ops"].items():
-            print(f"  {op:20} {devices[device]['auto']}")
+            chosen = devices[device]
+            order = ", ".join(chosen["order"]["order"])
+            print(f"  {op:20} {chosen['auto']:10} first of: {order} ({chosen['order']['reason']})")
         reasons: dict[str, list[str]] = {}
         for op, devices in info["ops"].items():
             for impl, reason in devices[device]["missing"].items():

@@ -18,13 +18,46 @@ def built_capabilities() -> list[str]:
     return [name for name in _C.build_info()["capabilities_built"] if _C.set_capability(name)]
 
 
-IMPLEMENTATIONS = ["reference", *(f"cpu-{name}" for name in built_capabilities())]
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--impl",
+        choices=("triton", "cuda-on-host"),
+        help="run the tests of the fixture `impl` over GPU kernels, interpreted or compiled for the host, and nothing else",
+    )
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--impl") == "triton" and not _library.triton_interprets:
+        raise pytest.UsageError(
+            "--impl=triton needs triton and TRITON_INTERPRET=1 in the environment"
+        )
+    if config.getoption("--impl") == "cuda-on-host":
+        from tests.cuda_on_host import library
+
+        library.load()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "impl" in metafunc.fixturenames:
+        gpu_kernels = metafunc.config.getoption("--impl")
+        on_cpu = ["reference", *(f"cpu-{name}" for name in built_capabilities())]
+        metafunc.parametrize("impl", [gpu_kernels] if gpu_kernels else on_cpu, indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--impl"):
+        others = [i for i in items if "impl" not in getattr(i, "fixturenames", ())]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [i for i in items if i not in set(others)]
+
+
+@pytest.fixture
 def impl(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every implementation in turn, the CPU kernels once per instruction set; the value goes to ``impl=``."""
     name, _, capability = request.param.partition("-")
+    if name == "cuda":
+        yield name
+        return
     if capability:
         from fastrl import _C
 

@@ -157,10 +157,16 @@ def test_opcheck() -> None:
     a, b = torch.rand(3, 20), torch.randn(3, 20)
     offsets = torch.tensor([0, 20, 45, 60])
     for reverse in (True, False):
-        torch.library.opcheck(affine_scan_op, (a, b, torch.randn(3), None, reverse))
-        torch.library.opcheck(affine_scan_op, (a.flatten(), b.flatten(), None, offsets, reverse))
-        torch.library.opcheck(affine_scan_backward_op, (b, a, b, torch.randn(3), None, reverse))
-    torch.library.opcheck(discounted_returns_op, (b, a > 0.5, None, None, None, 0.9, 0, False))
+        torch.library.opcheck(affine_scan_op["cpu"], (a, b, torch.randn(3), None, reverse))
+        torch.library.opcheck(
+            affine_scan_op["cpu"], (a.flatten(), b.flatten(), None, offsets, reverse)
+        )
+        torch.library.opcheck(
+            affine_scan_backward_op["cpu"], (b, a, b, torch.randn(3), None, reverse)
+        )
+    torch.library.opcheck(
+        discounted_returns_op["cpu"], (b, a > 0.5, None, None, None, 0.9, 0, False)
+    )
 
 
 def test_compile_fullgraph() -> None:

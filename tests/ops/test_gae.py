@@ -267,7 +267,9 @@ def test_rule_5_same_bits_whether_results_bypass_the_caches(impl: str) -> None:
 def test_rule_7_shapes_beyond_2_to_the_31() -> None:
     with FakeTensorMode():
         rewards = torch.empty(2**17, 2**15)
-        out = gae_op(*(rewards, rewards, None, None, None, None, None), 0.9, 0.9, -1.0, 0, False)
+        out = gae_op["cpu"](
+            *(rewards, rewards, None, None, None, None, None), 0.9, 0.9, -1.0, 0, False
+        )
         assert out[0].numel() == 2**32
 
 
@@ -377,12 +379,12 @@ def test_opcheck() -> None:
     rewards, values = inputs((3, 20))
     mask, bootstrap = torch.rand(3, 20) < 0.5, torch.randn(3)
     torch.library.opcheck(
-        gae_op, (rewards, values, mask, None, bootstrap, None, None, 0.9, 0.8, 0.5, 0, True)
+        gae_op["cpu"], (rewards, values, mask, None, bootstrap, None, None, 0.9, 0.8, 0.5, 0, True)
     )
     offsets = torch.tensor([0, 20, 45, 60])
     flat = (rewards.flatten(), values.flatten(), mask.flatten())
     torch.library.opcheck(
-        gae_op, (*flat, None, None, torch.rand(3), offsets, 0.9, 1.0, -1.0, 1, False)
+        gae_op["cpu"], (*flat, None, None, torch.rand(3), offsets, 0.9, 1.0, -1.0, 1, False)
     )
     out = (torch.empty(3, 20), torch.empty(3, 20))
     torch.library.opcheck(
@@ -390,10 +392,10 @@ def test_opcheck() -> None:
         (rewards, values, None, None, None, None, None, 0.9, 0.8, -1.0, 0, False, *out),
     )
     torch.library.opcheck(
-        gae_backward_op, (rewards, values, mask, None, None, None, 0.9, 0.8, -1.0, 0)
+        gae_backward_op["cpu"], (rewards, values, mask, None, None, None, 0.9, 0.8, -1.0, 0)
     )
     torch.library.opcheck(
-        gae_backward_op, (rewards, None, mask, None, None, None, 0.9, 1.0, -1.0, 0)
+        gae_backward_op["cpu"], (rewards, None, mask, None, None, None, 0.9, 1.0, -1.0, 0)
     )
 
 
@@ -455,6 +457,8 @@ def test_direct_calls_of_the_operator_are_checked() -> None:
     )
     for offsets in bad:
         with pytest.raises(RuntimeError, match="cu_seqlens"):
-            gae_op(*(r, r, None, None, None, None, offsets), 0.9, 0.9, -1.0, 0, False)
+            gae_op["cpu"](*(r, r, None, None, None, None, offsets), 0.9, 0.9, -1.0, 0, False)
     with pytest.raises(RuntimeError, match="values has another shape"):
-        gae_op(*(r, r[:4], None, None, None, None, torch.tensor([0, 5])), 0.9, 0.9, -1.0, 0, False)
+        gae_op["cpu"](
+            *(r, r[:4], None, None, None, None, torch.tensor([0, 5])), 0.9, 0.9, -1.0, 0, False
+        )

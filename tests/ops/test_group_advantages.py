@@ -515,7 +515,7 @@ def test_opcheck() -> None:
         (torch.randn(4, 9).double(), groups, valid, None, mask, 1, 2, 1, 0.0, False),
         (torch.randn(4, 9).bfloat16(), groups, None, None, None, 3, 3, 1, 0.0, False),
     ):
-        torch.library.opcheck(group_advantages_op, arguments)
+        torch.library.opcheck(group_advantages_op["cpu"], arguments)
 
 
 @pytest.mark.parametrize("implementation", ["auto", "reference"])
@@ -591,4 +591,4 @@ def test_direct_calls_of_the_operator_are_checked() -> None:
         (r, g, None, None, None, 0, 0, 2, 1e-6, False),
     ):
         with pytest.raises(RuntimeError, match="fastrl: "):
-            group_advantages_op(*arguments)
+            group_advantages_op["cpu"](*arguments)

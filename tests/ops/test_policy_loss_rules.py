@@ -174,7 +174,7 @@ def test_rule_7_shapes_beyond_2_to_the_31() -> None:
         x = torch.empty(2**17, 2**15)
         numbers, choices = [0.2, 0.2, 3.0, 2.0, 20.0, 0.1, 20.0, 10.0, 0.1], [0, 0, 2, 0, 0]
         arguments = (x, x, x, None, None, x, None, None, None, 0.0, numbers, choices, True, False)
-        assert policy_loss_op(*arguments)[2].numel() == 2**32
+        assert policy_loss_op["cpu"](*arguments)[2].numel() == 2**32
 
 
 def test_rule_8_strides_do_not_matter_and_inputs_are_not_modified(impl: str) -> None:
@@ -359,13 +359,13 @@ def test_opcheck() -> None:
     inputs = (data.logp, data.old_logp, data.advantages, mask, data.is_weights, data.ref_logp)
     for ratio in range(3):
         torch.library.opcheck(
-            policy_loss_op,
+            policy_loss_op["cpu"],
             (*inputs, data.entropy, None, None, 0.0, numbers, [ratio, 0, 2, 2, 3], True, True),
         )
     flat = [x.flatten() for x in inputs if x is not None]
     offsets, denom = torch.tensor([0, 20, 45, 60]), torch.tensor(7.0, dtype=torch.float64)
     torch.library.opcheck(
-        policy_loss_op,
+        policy_loss_op["cpu"],
         (*flat, None, offsets, denom, 0.0, numbers, [0, 1, 0, 0, 4], False, False),
     )
 
@@ -495,7 +495,7 @@ def test_direct_calls_of_the_operator_are_checked() -> None:
             "entropy": None, "cu_seqlens": None, "denom_tensor": None, "denom": 0.0, "numbers": numbers,
             "choices": choices, "grad_logp": True, "grad_entropy": False,
         }  # fmt: skip
-        policy_loss_op(*(arguments | changes).values())
+        policy_loss_op["cpu"](*(arguments | changes).values())
 
     call()
     for changes, message in (

@@ -285,15 +285,16 @@ def test_autocast_changes_nothing(impl: str) -> None:
 def test_opcheck() -> None:
     logits, tokens = inputs(4, 20)
     temperatures = torch.rand(4) + 0.5
-    torch.library.opcheck(token_logprobs_op, (logits, tokens, temperatures, 1.0, True))
+    torch.library.opcheck(token_logprobs_op["cpu"], (logits, tokens, temperatures, 1.0, True))
     torch.library.opcheck(
-        token_logprobs_op, (logits.view(2, 2, 20).bfloat16(), tokens.view(2, 2), None, 0.7, False)
+        token_logprobs_op["cpu"],
+        (logits.view(2, 2, 20).bfloat16(), tokens.view(2, 2), None, 0.7, False),
     )
-    statistics = token_logprobs_op(logits, tokens, None, 0.7, True)[2]
+    statistics = token_logprobs_op["cpu"](logits, tokens, None, 0.7, True)[2]
     g, h = torch.randn(4), torch.randn(4)
     for upstream in ((g, h), (g, None), (None, h)):
         torch.library.opcheck(
-            token_logprobs_backward_op, (*upstream, logits, tokens, None, 0.7, statistics)
+            token_logprobs_backward_op["cpu"], (*upstream, logits, tokens, None, 0.7, statistics)
         )
 
 
@@ -368,13 +369,13 @@ def test_direct_calls_of_the_operator_are_checked() -> None:
     logits, tokens = inputs(3, 10)
     for bad in (tokens + 10, tokens - 10):
         with pytest.raises(RuntimeError, match=r"tokens must be in \[0, V\)"):
-            token_logprobs_op(logits, bad, None, 1.0, False)
+            token_logprobs_op["cpu"](logits, bad, None, 1.0, False)
     with pytest.raises(RuntimeError, match="tokens must have one element per row"):
-        token_logprobs_op(logits, tokens[:2], None, 1.0, False)
+        token_logprobs_op["cpu"](logits, tokens[:2], None, 1.0, False)
     with pytest.raises(RuntimeError, match="temperatures must have one element per row"):
-        token_logprobs_op(logits, tokens, torch.ones(2), 1.0, False)
+        token_logprobs_op["cpu"](logits, tokens, torch.ones(2), 1.0, False)
     with pytest.raises(RuntimeError, match="statistics"):
-        token_logprobs_backward_op(
+        token_logprobs_backward_op["cpu"](
             *(torch.ones(3), None, logits, tokens, None, 1.0), torch.ones(3, 2)
         )
 

@@ -238,7 +238,7 @@ def test_rule_5_packed_equals_padded_for_any_lengths_and_mask(
 def test_rule_7_shapes_beyond_2_to_the_31() -> None:
     with FakeTensorMode():
         x = torch.empty(2**17, 2**15)
-        out = value_loss_op(*(x, x, x, None, None, None), 0.0, 0.5, INF, 0, True)
+        out = value_loss_op["cpu"](*(x, x, x, None, None, None), 0.0, 0.5, INF, 0, True)
         assert out[2].numel() == 2**32
 
 
@@ -329,11 +329,11 @@ def test_mixed_dtypes_and_autocast(impl: str) -> None:
 
 def test_opcheck() -> None:
     data, mask = batch((3, 20)), torch.rand(3, 20) < 0.5
-    torch.library.opcheck(value_loss_op, (*data, mask, None, None, 0.0, 0.5, INF, 3, True))
+    torch.library.opcheck(value_loss_op["cpu"], (*data, mask, None, None, 0.0, 0.5, INF, 3, True))
     offsets, denom = torch.tensor([0, 20, 45, 60]), torch.tensor(7.0, dtype=torch.float64)
     flat = (data.values.flatten(), None, data.returns.flatten())
     torch.library.opcheck(
-        value_loss_op, (*flat, mask.flatten(), offsets, denom, 0.0, INF, 1.0, 0, False)
+        value_loss_op["cpu"], (*flat, mask.flatten(), offsets, denom, 0.0, INF, 1.0, 0, False)
     )
 
 
@@ -379,7 +379,7 @@ def test_errors_name_op_argument_expected_got_and_remedy() -> None:
         with pytest.raises(ValueError, match=message):
             bad()
     with pytest.raises(RuntimeError, match="no such aggregation"):
-        value_loss_op(*(x, x, x, None, None, None), 0.0, 0.5, INF, 5, True)
+        value_loss_op["cpu"](*(x, x, x, None, None, None), 0.0, 0.5, INF, 5, True)
 
 
 def test_named_gives_views(impl: str) -> None:

@@ -42,7 +42,11 @@ def reference(x: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
 
 
 def moments(x: Tensor, mask: Tensor | None, impl: str) -> Tensor:
-    return masked_moments_reference(x, mask) if impl == "reference" else masked_moments_op(x, mask)
+    return (
+        masked_moments_reference(x, mask)
+        if impl == "reference"
+        else masked_moments_op[impl](x, mask)
+    )
 
 
 # 1, 2, 6 are valid: mean 3, sum of squares 4 + 1 + 9 = 14, variance 7 or 14 / 3.
@@ -264,9 +268,11 @@ def test_two_ranks_whiten_like_one() -> None:
 def test_opcheck() -> None:
     x, mask = torch.randn(3, 20), torch.rand(3, 20) < 0.5
     for values, valid in ((x, mask), (x.double().T, None), (x[0].bfloat16(), mask[0].long())):
-        torch.library.opcheck(masked_moments_op, (values, valid))
-        statistics = masked_moments_op(values, valid)
-        torch.library.opcheck(whiten_apply_op, (values, valid, statistics, 1, 1e-8, 2, False))
+        torch.library.opcheck(masked_moments_op["cpu"], (values, valid))
+        statistics = masked_moments_op["cpu"](values, valid)
+        torch.library.opcheck(
+            whiten_apply_op["cpu"], (values, valid, statistics, 1, 1e-8, 2, False)
+        )
 
 
 @pytest.mark.parametrize("implementation", ["auto", "reference"])
@@ -318,12 +324,12 @@ def test_errors_name_op_argument_expected_got_and_remedy() -> None:
 def test_direct_calls_of_the_operators_are_checked() -> None:
     x, statistics = torch.zeros(2, 5), torch.zeros(3, dtype=torch.float64)
     for call in (
-        lambda: masked_moments_op(x, x[0]),
-        lambda: masked_moments_op(x.long(), None),
-        lambda: whiten_apply_op(x, x[0], statistics, 1, 1e-8, 0, True),
-        lambda: whiten_apply_op(x, None, statistics[:2], 1, 1e-8, 0, True),
-        lambda: whiten_apply_op(x, None, statistics.float(), 1, 1e-8, 0, True),
-        lambda: whiten_apply_op(x, None, statistics, 1, 1e-8, 3, True),
+        lambda: masked_moments_op["cpu"](x, x[0]),
+        lambda: masked_moments_op["cpu"](x.long(), None),
+        lambda: whiten_apply_op["cpu"](x, x[0], statistics, 1, 1e-8, 0, True),
+        lambda: whiten_apply_op["cpu"](x, None, statistics[:2], 1, 1e-8, 0, True),
+        lambda: whiten_apply_op["cpu"](x, None, statistics.float(), 1, 1e-8, 0, True),
+        lambda: whiten_apply_op["cpu"](x, None, statistics, 1, 1e-8, 3, True),
     ):
         with pytest.raises(RuntimeError, match="fastrl: "):
             call()

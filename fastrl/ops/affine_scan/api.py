@@ -34,7 +34,7 @@ def affine_scan(
         initial: ``[B]``, what comes in at the starting end; None: 0.
         cu_seqlens: int32 or int64 ``[B+1]``: where each packed row starts, and the end.
         time_dim: -1 or 1 for ``[B, T]``, 0 for time first ``[T, B]``.
-        impl: ``"auto"``, ``"cpu"`` or ``"reference"``.
+        impl: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"triton"`` or ``"reference"``.
 
     Returns:
         ``x`` shaped like ``a``, float32 (float64 for float64 input). There is no mask: every element is a step.
@@ -72,7 +72,7 @@ def affine_scan(
     elif torch.is_grad_enabled() and (
         a.requires_grad or b.requires_grad or (initial is not None and initial.requires_grad)
     ):
-        x = op.AffineScanFunction.apply(a, b, initial, cu_seqlens, reverse)
+        x = op.AffineScanFunction.apply(a, b, initial, cu_seqlens, reverse, implementation)
     else:
-        x = op.affine_scan_op(a, b, initial, cu_seqlens, reverse)
+        x = op.affine_scan_op[implementation](a, b, initial, cu_seqlens, reverse)
     return x.T if time_first else x

@@ -31,20 +31,17 @@ def _fake_backward(
     return _new(a), _new(a), _new(a).new_empty((rows,))
 
 
-_library.define(
+affine_scan_op = _library.define(
     "affine_scan",
     "(Tensor a, Tensor b, Tensor? initial, Tensor? cu_seqlens, bool reverse) -> Tensor",
     _fake,
 )
-_library.define(
+affine_scan_backward_op = _library.define(
     "affine_scan_backward",
     "(Tensor grad_x, Tensor a, Tensor x, Tensor? initial, Tensor? cu_seqlens, bool reverse)"
     " -> (Tensor, Tensor, Tensor)",
     _fake_backward,
 )
-
-affine_scan_op = torch.ops.fastrl.affine_scan.default
-affine_scan_backward_op = torch.ops.fastrl.affine_scan_backward.default
 
 
 class AffineScanFunction(torch.autograd.Function):
@@ -58,23 +55,25 @@ class AffineScanFunction(torch.autograd.Function):
         initial: Tensor | None,
         cu_seqlens: Tensor | None,
         reverse: bool,
+        impl: str,
     ) -> Tensor:
-        x: Tensor = affine_scan_op(a, b, initial, cu_seqlens, reverse)
+        x: Tensor = affine_scan_op[impl](a, b, initial, cu_seqlens, reverse)
         ctx.save_for_backward(a, x, initial, cu_seqlens)
-        ctx.reverse, ctx.b_dtype = reverse, b.dtype
+        ctx.reverse, ctx.b_dtype, ctx.impl = reverse, b.dtype, impl
         return x
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_x: Tensor) -> tuple[Any, ...]:
         a, x, initial, cu_seqlens = ctx.saved_tensors
-        grad_a, grad_b, grad_initial = affine_scan_backward_op(
+        grad_a, grad_b, grad_initial = affine_scan_backward_op[ctx.impl](
             grad_x, a, x, initial, cu_seqlens, ctx.reverse
         )
         return (
             grad_a.to(a.dtype),
             grad_b.to(ctx.b_dtype),
             grad_initial if ctx.needs_input_grad[2] else None,
+            None,
             None,
             None,
         )

@@ -40,7 +40,7 @@ def discounted_returns(
             (OpenRLHF); ``"ignore"``: a step like any other, the mask only blanks the results.
         fill: masked results are 0 (``"zero"``) or the running sum of the steps after them (``"carry"``), as constants.
         time_dim: -1 or 1 for ``[B, T]``, 0 for time first ``[T, B]``.
-        impl: ``"auto"``, ``"cpu"`` or ``"reference"``.
+        impl: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"triton"`` or ``"reference"``.
 
     Returns:
         Tensor shaped like ``rewards``, float32 (float64 for float64 input). Masked rewards influence nothing, NaN
@@ -79,10 +79,10 @@ def discounted_returns(
             rewards.requires_grad or (bootstrap is not None and bootstrap.requires_grad)
         ):
             result = op.DiscountedReturnsFunction.apply(
-                rewards, bootstrap, mask, dones, cu_seqlens, gamma, code, carries
+                *(rewards, bootstrap, mask, dones, cu_seqlens, gamma, code, carries, implementation)
             )
         else:
-            result = op.discounted_returns_op(
+            result = op.discounted_returns_op[implementation](
                 rewards, mask, dones, bootstrap, cu_seqlens, gamma, code, carries
             )
     return result.T if time_first else result

@@ -19,14 +19,12 @@ def _fake(rewards: Tensor, *_: Any) -> Tensor:
     return rewards.new_empty(rewards.shape, dtype=_library.result_dtype(rewards.dtype))
 
 
-_library.define(
+discounted_returns_op = _library.define(
     "discounted_returns",
     "(Tensor rewards, Tensor? mask, Tensor? dones, Tensor? bootstrap, Tensor? cu_seqlens, float gamma, "
     "int holes, bool fill_carry) -> Tensor",
     _fake,
 )
-
-discounted_returns_op = torch.ops.fastrl.discounted_returns.default
 
 
 class DiscountedReturnsFunction(torch.autograd.Function):
@@ -43,10 +41,11 @@ class DiscountedReturnsFunction(torch.autograd.Function):
         gamma: float,
         holes: int,
         fill_carry: bool,
+        impl: str,
     ) -> Tensor:
         ctx.save_for_backward(mask, dones, cu_seqlens)
-        ctx.gamma, ctx.holes, ctx.dtype = gamma, holes, rewards.dtype
-        result: Tensor = discounted_returns_op(
+        ctx.gamma, ctx.holes, ctx.dtype, ctx.impl = gamma, holes, rewards.dtype, impl
+        result: Tensor = discounted_returns_op[impl](
             *(rewards, mask, dones, bootstrap, cu_seqlens, gamma, holes, fill_carry)
         )
         return result
@@ -55,8 +54,8 @@ class DiscountedReturnsFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         mask, dones, cu_seqlens = ctx.saved_tensors
-        grad_rewards, _, grad_bootstrap = gae_backward_op(
+        grad_rewards, _, grad_bootstrap = gae_backward_op[ctx.impl](
             *(grad, None, mask, dones, None, cu_seqlens, ctx.gamma, 1.0, SAME_LAMBDA, ctx.holes)
         )
         grad_bootstrap = grad_bootstrap if ctx.needs_input_grad[1] else None
-        return (grad_rewards.to(ctx.dtype), grad_bootstrap, *(None,) * 6)
+        return (grad_rewards.to(ctx.dtype), grad_bootstrap, *(None,) * 7)

@@ -67,7 +67,7 @@ def gae(
             (what verl leaves there). Either way they are constants: no gradient flows through them.
         time_dim: -1 or 1 for ``[B, T]``, 0 for time first ``[T, B]``.
         out: two contiguous tensors in the results' dtype to write to instead of allocating (no gradients then).
-        impl: ``"auto"``, ``"cpu"`` or ``"reference"``.
+        impl: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"triton"`` or ``"reference"``.
 
     Returns:
         ``GAE(advantages, returns)`` shaped like ``rewards``, float32 (float64 for float64 input). Masked positions of the
@@ -139,13 +139,17 @@ def gae(
         numbers = (gamma, lam, second, op.HOLES[holes])
         carries = fill == "carry"
         if out is not None:
-            op.gae_out_op(*arguments, lam_rows, cu_seqlens, *numbers, carries, *out)
+            op.gae_out_op[implementation](*arguments, lam_rows, cu_seqlens, *numbers, carries, *out)
             return GAE(*out)
         if needs_grad:
             options = op.Options(mask, dones, lam_rows, cu_seqlens, *numbers)
-            advantages, returns = op.GAEFunction.apply(rewards, values, bootstrap, options, carries)
+            advantages, returns = op.GAEFunction.apply(
+                *(rewards, values, bootstrap, options, carries, implementation)
+            )
         else:
-            advantages, returns = op.gae_op(*arguments, lam_rows, cu_seqlens, *numbers, carries)
+            advantages, returns = op.gae_op[implementation](
+                *arguments, lam_rows, cu_seqlens, *numbers, carries
+            )
     return GAE(advantages.T, returns.T) if time_first else GAE(advantages, returns)
 
 

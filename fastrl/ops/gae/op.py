@@ -48,20 +48,16 @@ def _fake_backward(
     return _new(grad_advantages), grad_values, _new(grad_advantages).new_empty((rows,))
 
 
-_library.define("gae", f"({_INPUTS}) -> (Tensor, Tensor)", _fake_gae)
-_library.define(
+gae_op = _library.define("gae", f"({_INPUTS}) -> (Tensor, Tensor)", _fake_gae)
+gae_out_op = _library.define(
     "gae_out", f"({_INPUTS}, Tensor(a!) advantages, Tensor(b!) returns) -> ()", _fake_out
 )
-_library.define(
+gae_backward_op = _library.define(
     "gae_backward",
     "(Tensor grad_advantages, Tensor? grad_returns, Tensor? mask, Tensor? dones, Tensor? lam_rows, "
     "Tensor? cu_seqlens, float gamma, float lam, float returns_lam, int holes) -> (Tensor, Tensor, Tensor)",
     _fake_backward,
 )
-
-gae_op = torch.ops.fastrl.gae.default
-gae_out_op = torch.ops.fastrl.gae_out.default
-gae_backward_op = torch.ops.fastrl.gae_backward.default
 
 
 class Options(NamedTuple):
@@ -88,25 +84,28 @@ class GAEFunction(torch.autograd.Function):
         bootstrap: Tensor | None,
         options: Options,
         fill_carry: bool,
+        impl: str,
     ) -> tuple[Tensor, Tensor]:
         mask, dones, lam_rows, cu_seqlens, *numbers = options
         ctx.save_for_backward(mask, dones, lam_rows, cu_seqlens)
-        ctx.numbers = numbers
+        ctx.numbers, ctx.impl = numbers, impl
         ctx.dtypes = rewards.dtype, values.dtype
-        return gae_op(
+        return gae_op[impl](
             *(rewards, values, mask, dones, bootstrap, lam_rows, cu_seqlens, *numbers, fill_carry)
         )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_advantages: Tensor, grad_returns: Tensor) -> tuple[Any, ...]:
-        grads = gae_backward_op(grad_advantages, grad_returns, *ctx.saved_tensors, *ctx.numbers)
+        backward = gae_backward_op[ctx.impl]
+        grads = backward(grad_advantages, grad_returns, *ctx.saved_tensors, *ctx.numbers)
         grad_rewards, grad_values, grad_bootstrap = grads
         rewards_dtype, values_dtype = ctx.dtypes
         return (
             grad_rewards.to(rewards_dtype),
             grad_values.to(values_dtype),
             grad_bootstrap if ctx.needs_input_grad[2] else None,
+            None,
             None,
             None,
         )

@@ -69,7 +69,7 @@ def group_advantages(
             tokens still counts, as in verl, unless this says otherwise.
         weights: ``[K]``, one per objective.
         mask: ``[N, T]`` bool, integer or float, non-zero is valid; asks for one advantage per token.
-        impl: ``"auto"``, ``"cpu"`` or ``"reference"``.
+        impl: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"triton"`` or ``"reference"``.
 
     Returns:
         ``[N]``, or with ``mask`` ``[N, T]``: the sample's advantage at valid tokens, exactly 0 at masked ones. float32
@@ -121,7 +121,7 @@ def group_advantages(
     if implementation == "reference":
         return group_advantages_reference(*inputs, baseline, scale, ddof, eps, singleton)
     numbers = (op.BASELINES[baseline], op.SCALES[scale], ddof, eps, singleton == "raw")
-    advantages: Tensor = op.group_advantages_op(*inputs, *numbers)
+    advantages: Tensor = op.group_advantages_op[implementation](*inputs, *numbers)
     return advantages
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fastrl import _library
@@ -25,11 +24,9 @@ def _fake(
     return rewards.new_empty(shape, dtype=_library.result_dtype(rewards.dtype))
 
 
-_library.define(
+group_advantages_op = _library.define(
     "group_advantages",
     "(Tensor rewards, Tensor groups, Tensor? valid, Tensor? weights, Tensor? mask, int baseline, int scale, "
     "int ddof, float eps, bool singleton_raw) -> Tensor",
     _fake,
 )
-
-group_advantages_op = torch.ops.fastrl.group_advantages.default

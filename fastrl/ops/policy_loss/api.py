@@ -109,7 +109,7 @@ def policy_loss(
             number of valid tokens or of sequences with one here; an empty batch divides by 1. With the count of the
             whole batch the losses of its micro-batches add up to the loss of the batch.
         cu_seqlens: int32 or int64 ``[B+1]``, where each packed row starts, and the end.
-        impl: ``"auto"``, ``"cpu"`` or ``"reference"``.
+        impl: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"triton"`` or ``"reference"``.
 
     Returns:
         ``PolicyLoss(loss, metrics)``. The loss is float32, float64 for float64 logp; without a valid token it is 0 with
@@ -192,7 +192,8 @@ def policy_loss(
     )
     packed = cu_seqlens is not None
     divisor, divisor_tensor = _losses.aggregation(name, agg, denom, packed, logp.device)
-    if _backends.resolve(name, impl, logp.device) == "reference":
+    implementation = _backends.resolve(name, impl, logp.device)
+    if implementation == "reference":
         chosen = divisor_tensor if divisor_tensor is not None else divisor or None
         loss, metrics = policy_loss_reference(
             *(logp, old_logp, advantages, mask, is_weights, ref_logp, entropy, cu_seqlens),
@@ -206,8 +207,8 @@ def policy_loss(
     if torch.is_grad_enabled() and (
         logp.requires_grad or (entropy is not None and entropy.requires_grad)
     ):
-        return PolicyLoss(*op.PolicyLossFunction.apply(logp, entropy, others))
-    return PolicyLoss(*op.call(logp, entropy, others, False, False)[:2])
+        return PolicyLoss(*op.PolicyLossFunction.apply(logp, entropy, others, implementation))
+    return PolicyLoss(*op.call(implementation, logp, entropy, others, False, False)[:2])
 
 
 def _like(logp: Tensor, name: str, value: Tensor, rows: int | None = None) -> None:

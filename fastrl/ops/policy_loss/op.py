@@ -49,15 +49,13 @@ def _fake(
     )
 
 
-_library.define(
+policy_loss_op = _library.define(
     "policy_loss",
     "(Tensor logp, Tensor old_logp, Tensor advantages, Tensor? mask, Tensor? is_weights, Tensor? ref_logp, "
     "Tensor? entropy, Tensor? cu_seqlens, Tensor? denom_tensor, float denom, float[] numbers, int[] choices, "
     "bool grad_logp, bool grad_entropy) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake,
 )
-
-policy_loss_op = torch.ops.fastrl.policy_loss.default
 
 
 def numbers(terms: Terms) -> list[float]:
@@ -76,10 +74,10 @@ def choices(terms: Terms, agg: str) -> list[int]:
 
 
 def call(
-    logp: Tensor, entropy: Tensor | None, others: tuple[Any, ...], *needs_grad: bool
+    impl: str, logp: Tensor, entropy: Tensor | None, others: tuple[Any, ...], *needs_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The operator with the differentiable inputs first; ``others`` are the rest in the order of the schema."""
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = policy_loss_op(
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = policy_loss_op[impl](
         logp, *others[:5], entropy, *others[5:], *needs_grad
     )
     return result
@@ -90,10 +88,10 @@ class PolicyLossFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logp: Tensor, entropy: Tensor | None, others: tuple[Any, ...]
+        ctx: Any, logp: Tensor, entropy: Tensor | None, others: tuple[Any, ...], impl: str
     ) -> tuple[Tensor, Tensor]:
         loss, metrics, grad_logp, grad_entropy = call(
-            logp, entropy, others, *ctx.needs_input_grad[:2]
+            impl, logp, entropy, others, *ctx.needs_input_grad[:2]
         )
         ctx.save_for_backward(grad_logp, grad_entropy)
         ctx.mark_non_differentiable(metrics)
@@ -103,9 +101,10 @@ class PolicyLossFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Any, ...]:
         grad_logp, grad_entropy = ctx.saved_tensors
-        needs_logp, needs_entropy, _others = ctx.needs_input_grad
+        needs_logp, needs_entropy = ctx.needs_input_grad[:2]
         return (
             _losses.scaled(grad_logp, grad_loss) if needs_logp else None,
             _losses.scaled(grad_entropy, grad_loss) if needs_entropy else None,
+            None,
             None,
         )

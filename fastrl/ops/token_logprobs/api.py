@@ -50,7 +50,7 @@ def token_logprobs(
             is zero when their upstream gradient is.
         temperature: at least 1e-6, one number or a tensor shaped like ``tokens``; a constant to the gradient.
         entropy: compute the entropy as well.
-        impl: ``"auto"``, ``"cpu"`` or ``"reference"``.
+        impl: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"triton"`` or ``"reference"``.
 
     Returns:
         ``LogProbs(logp, entropy)`` shaped like ``tokens``, float32 (float64 for float64 logits), whatever the dtype of
@@ -107,21 +107,23 @@ def token_logprobs(
         return LogProbs(*token_logprobs_reference(logits, tokens, by, entropy))
     arguments = (logits, tokens, temperatures, temperature, entropy)
     if torch.compiler.is_compiling():
-        logp, entropies = _run(arguments)
+        logp, entropies = _run(implementation, arguments)
     else:
         try:
-            logp, entropies = _run(arguments)
+            logp, entropies = _run(implementation, arguments)
         except RuntimeError:
             _check_range(tokens, logits.shape[-1])  # the kernel checks too; this says it better
             raise
     return LogProbs(logp, entropies if entropy else None)
 
 
-def _run(arguments: tuple[Tensor, Tensor, Tensor | None, float, bool]) -> tuple[Tensor, Tensor]:
+def _run(
+    implementation: str, arguments: tuple[Tensor, Tensor, Tensor | None, float, bool]
+) -> tuple[Tensor, Tensor]:
     if arguments[0].requires_grad and torch.is_grad_enabled():
-        logp, entropies = op.TokenLogprobsFunction.apply(*arguments)
+        logp, entropies = op.TokenLogprobsFunction.apply(*arguments, implementation)
     else:
-        logp, entropies, _ = op.token_logprobs_op(*arguments)
+        logp, entropies, _ = op.token_logprobs_op[implementation](*arguments)
     return logp, entropies
 
 

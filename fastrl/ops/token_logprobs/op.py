@@ -31,21 +31,18 @@ def _fake_backward(
     return logits.new_empty(logits.shape)
 
 
-_library.define(
+token_logprobs_op = _library.define(
     "token_logprobs",
     "(Tensor logits, Tensor tokens, Tensor? temperatures, float temperature, bool entropy) "
     "-> (Tensor, Tensor, Tensor)",
     _fake_token_logprobs,
 )
-_library.define(
+token_logprobs_backward_op = _library.define(
     "token_logprobs_backward",
     "(Tensor? grad_logp, Tensor? grad_entropy, Tensor logits, Tensor tokens, Tensor? temperatures, "
     "float temperature, Tensor statistics) -> Tensor",
     _fake_backward,
 )
-
-token_logprobs_op = torch.ops.fastrl.token_logprobs.default
-token_logprobs_backward_op = torch.ops.fastrl.token_logprobs_backward.default
 
 
 class TokenLogprobsFunction(torch.autograd.Function):
@@ -59,12 +56,13 @@ class TokenLogprobsFunction(torch.autograd.Function):
         temperatures: Tensor | None,
         temperature: float,
         entropy: bool,
+        impl: str,
     ) -> tuple[Tensor, Tensor]:
-        logp, entropies, statistics = token_logprobs_op(
+        logp, entropies, statistics = token_logprobs_op[impl](
             logits, tokens, temperatures, temperature, entropy
         )
         ctx.save_for_backward(logits, tokens, temperatures, statistics)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.impl = temperature, impl
         ctx.has_entropy = entropy
         ctx.set_materialize_grads(False)
         return logp, entropies
@@ -75,9 +73,9 @@ class TokenLogprobsFunction(torch.autograd.Function):
         ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Any, ...]:
         logits, tokens, temperatures, statistics = ctx.saved_tensors
-        grad_logits = token_logprobs_backward_op(
+        grad_logits = token_logprobs_backward_op[ctx.impl](
             grad_logp,
             grad_entropy if ctx.has_entropy else None,
             *(logits, tokens, temperatures, ctx.temperature, statistics),
         )
-        return grad_logits, None, None, None, None
+        return grad_logits, None, None, None, None, None

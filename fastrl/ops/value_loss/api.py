@@ -61,7 +61,7 @@ def value_loss(
         huber_delta: where huber becomes linear, greater than 0.
         agg, denom: as in ``fastrl.policy_loss``.
         cu_seqlens: int32 or int64 ``[B+1]``, where each packed row starts, and the end.
-        impl: ``"auto"``, ``"cpu"`` or ``"reference"``.
+        impl: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"triton"`` or ``"reference"``.
 
     Returns:
         ``ValueLoss(loss, metrics)``. The loss is float32, float64 for float64 values; without a valid token it is 0 with
@@ -118,7 +118,8 @@ def value_loss(
     packed = cu_seqlens is not None
     divisor, divisor_tensor = _losses.aggregation(name, agg, denom, packed, values.device)
     delta = delta if loss == "huber" else math.inf
-    if _backends.resolve(name, impl, values.device) == "reference":
+    implementation = _backends.resolve(name, impl, values.device)
+    if implementation == "reference":
         chosen = divisor_tensor if divisor_tensor is not None else divisor or None
         return ValueLoss(
             *value_loss_reference(
@@ -130,8 +131,8 @@ def value_loss(
         _losses.AGGREGATIONS[agg],
     )
     if torch.is_grad_enabled() and values.requires_grad:
-        return ValueLoss(*op.ValueLossFunction.apply(values, others))
-    return ValueLoss(*op.value_loss_op(values, *others, False)[:2])
+        return ValueLoss(*op.ValueLossFunction.apply(values, others, implementation))
+    return ValueLoss(*op.value_loss_op[implementation](values, *others, False)[:2])
 
 
 def _like(values: Tensor, name: str, value: Tensor) -> None:

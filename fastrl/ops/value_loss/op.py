@@ -37,22 +37,22 @@ def _fake(
     )
 
 
-_library.define(
+value_loss_op = _library.define(
     "value_loss",
     "(Tensor values, Tensor? old_values, Tensor returns, Tensor? mask, Tensor? cu_seqlens, Tensor? denom_tensor, "
     "float denom, float clip, float huber_delta, int agg, bool grad_values) -> (Tensor, Tensor, Tensor)",
     _fake,
 )
 
-value_loss_op = torch.ops.fastrl.value_loss.default
-
 
 class ValueLossFunction(torch.autograd.Function):
     """First-order gradient with respect to values, computed in the forward pass."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, others: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        loss, metrics, grad_values = value_loss_op(values, *others, True)
+    def forward(
+        ctx: Any, values: Tensor, others: tuple[Any, ...], impl: str
+    ) -> tuple[Tensor, Tensor]:
+        loss, metrics, grad_values = value_loss_op[impl](values, *others, True)
         ctx.save_for_backward(grad_values)
         ctx.mark_non_differentiable(metrics)
         return loss, metrics
@@ -61,4 +61,4 @@ class ValueLossFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Any, ...]:
         (grad_values,) = ctx.saved_tensors
-        return _losses.scaled(grad_values, grad_loss), None
+        return _losses.scaled(grad_values, grad_loss), None, None

@@ -46,7 +46,7 @@ def whiten(
         shift_mean: False adds m again after scaling, (x - m) f + m, as verl and TRL do; it is not x f.
         process_group: merge the statistics over its ranks (``torch.distributed.group.WORLD`` for all of them); every
             rank must call, with any number of elements, none included. None: this process alone.
-        impl: ``"auto"``, ``"cpu"`` or ``"reference"``.
+        impl: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"triton"`` or ``"reference"``.
 
     Returns:
         Shaped like ``x``, float32 (float64 for float64 input). Masked elements influence nothing, NaN included; a valid
@@ -86,12 +86,12 @@ def whiten(
     if implementation == "reference":
         moments = masked_moments_reference(x, mask)
     else:
-        moments = op.masked_moments_op(x, mask)
+        moments = op.masked_moments_op[implementation](x, mask)
     if process_group is not None:
         moments = gathered_moments(moments, process_group)
     if implementation == "reference":
         return whiten_apply_reference(x, mask, moments, ddof, eps, eps_mode, shift_mean)
-    whitened: Tensor = op.whiten_apply_op(
+    whitened: Tensor = op.whiten_apply_op[implementation](
         x, mask, moments, ddof, eps, op.EPS_MODES[eps_mode], shift_mean
     )
     return whitened

@@ -23,12 +23,11 @@ def _fake_apply(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape, dtype=_library.result_dtype(x.dtype))
 
 
-_library.define("masked_moments", "(Tensor x, Tensor? mask) -> Tensor", _fake_moments)
-_library.define(
+masked_moments_op = _library.define(
+    "masked_moments", "(Tensor x, Tensor? mask) -> Tensor", _fake_moments
+)
+whiten_apply_op = _library.define(
     "whiten_apply",
     "(Tensor x, Tensor? mask, Tensor moments, int ddof, float eps, int eps_mode, bool shift_mean) -> Tensor",
     _fake_apply,
 )
-
-masked_moments_op = torch.ops.fastrl.masked_moments.default
-whiten_apply_op = torch.ops.fastrl.whiten_apply.default
