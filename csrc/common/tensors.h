@@ -74,8 +74,9 @@ inline void check_same_shape(const Tensor& t, const Tensor& like, const char* na
   STD_TORCH_CHECK(same, "fastrl: ", name, " has another shape than the first tensor");
 }
 
-// Rows of a [B, T] tensor, or of a packed [N] tensor with its offsets checked end to end.
-inline Rows rows_of(const Tensor& t, const std::optional<Tensor>& cu_seqlens) {
+// Rows of a [B, T] tensor, or of a packed [N] tensor with its offsets, whose values are not looked
+// at.
+inline Rows unchecked_rows_of(const Tensor& t, const std::optional<Tensor>& cu_seqlens) {
   Rows rows;
   if (!cu_seqlens.has_value()) {
     STD_TORCH_CHECK(t.dim() == 2, "fastrl: expected [B, T], or [N] with cu_seqlens");
@@ -88,6 +89,7 @@ inline Rows rows_of(const Tensor& t, const std::optional<Tensor>& cu_seqlens) {
                   "fastrl: with cu_seqlens the tensors must be [N] and cu_seqlens [B+1]");
   STD_TORCH_CHECK(offsets.is_contiguous(), "fastrl: cu_seqlens must be contiguous");
   rows.count = offsets.numel() - 1;
+  rows.tokens = t.numel();
   if (offsets.scalar_type() == ScalarType::Int) {
     rows.offsets32 = static_cast<const int32_t*>(offsets.const_data_ptr());
   } else {
@@ -95,6 +97,13 @@ inline Rows rows_of(const Tensor& t, const std::optional<Tensor>& cu_seqlens) {
                     "fastrl: cu_seqlens must be int32 or int64");
     rows.offsets64 = static_cast<const int64_t*>(offsets.const_data_ptr());
   }
+  return rows;
+}
+
+// The same on CPU, with the offsets checked end to end.
+inline Rows rows_of(const Tensor& t, const std::optional<Tensor>& cu_seqlens) {
+  const Rows rows = unchecked_rows_of(t, cu_seqlens);
+  if (!rows.packed()) return rows;
   bool ordered = rows.begin(0, 0) == 0 && rows.begin(rows.count, 0) == t.numel();
   for (int64_t row = 0; ordered && row < rows.count; ++row) ordered = rows.size(row) >= 0;
   STD_TORCH_CHECK(ordered, "fastrl: cu_seqlens must rise from 0 to the number of tokens");

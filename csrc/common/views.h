@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "common/hd.h"
+
 namespace fastrl {
 
 enum class Kind : int32_t { f32, bf16, f16, f64 };
@@ -30,14 +32,15 @@ struct Rows {
   int64_t length = 0;                  // padded width, unused when packed
   const int32_t* offsets32 = nullptr;  // [count+1] or null
   const int64_t* offsets64 = nullptr;  // [count+1] or null
+  int64_t tokens = 0;                  // packed: elements of all rows
 
-  bool packed() const { return offsets32 != nullptr || offsets64 != nullptr; }
-  int64_t begin(int64_t row, int64_t row_stride) const {
+  FASTRL_HD bool packed() const { return offsets32 != nullptr || offsets64 != nullptr; }
+  FASTRL_HD int64_t begin(int64_t row, int64_t row_stride) const {
     if (offsets32 != nullptr) return offsets32[row];
     if (offsets64 != nullptr) return offsets64[row];
     return row * row_stride;
   }
-  int64_t size(int64_t row) const {
+  FASTRL_HD int64_t size(int64_t row) const {
     if (offsets32 != nullptr) return int64_t{offsets32[row + 1]} - offsets32[row];
     if (offsets64 != nullptr) return offsets64[row + 1] - offsets64[row];
     return length;

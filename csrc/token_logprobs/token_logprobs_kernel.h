@@ -15,7 +15,7 @@ struct LogitsView {
   int64_t outer_stride = 0;
   int64_t inner_stride = 0;
 
-  int64_t begin(int64_t row) const {
+  FASTRL_HD int64_t begin(int64_t row) const {
     return row / inner_rows * outer_stride + row % inner_rows * inner_stride;
   }
 };
