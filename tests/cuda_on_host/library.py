@@ -33,6 +33,8 @@ KINDS = {
     # The instrumentation of ThreadSanitizer without its runtime. Scalar replacement would take vector loads apart.
     "checked": ["-fsanitize=thread,alignment", "-fno-tree-sra"],
 }
+# What watches every access.
+CHECKED_ONLY = ("accesses", "races", "traffic")
 # The runtime itself is no kernel: it is never instrumented.
 RUNTIME = {
     "plain": [],
@@ -52,14 +54,18 @@ KERNELS = [
 ]
 
 
-def ninja_file(kind: str, sources: Iterable[Path], folder: Path, target: Path) -> str:
+def ninja_file(
+    kind: str, sources: Iterable[Path], folder: Path, target: Path, with_torch: bool
+) -> str:
     includes = [f"-I{HERE / 'include'}", f"-I{CSRC}"]
-    includes += [f"-isystem{p}" for p in cpp_extension.include_paths()]
+    link = ["-shared"]
+    if with_torch:
+        includes += [f"-isystem{p}" for p in cpp_extension.include_paths()]
+        link += [f"-L{p}" for p in cpp_extension.library_paths()]
+        link += ["-ltorch", "-ltorch_cpu", "-lc10"]
     tls = ["-mtls-dialect=gnu2"] if platform.machine() == "x86_64" else []
     kernels = [*COMMON, *tls, *KERNELS, *KINDS[kind], *includes]
     runtime = [*COMMON, *RUNTIME[kind], f"-I{HERE / 'include'}"]
-    link = ["-shared", *(f"-L{p}" for p in cpp_extension.library_paths())]
-    link += ["-ltorch", "-ltorch_cpu", "-lc10"]
     # The address build finds its runtime in the interpreter.
     link += KINDS[kind] if kind == "address" else ["-Wl,--no-undefined"]
     lines = [
@@ -80,18 +86,20 @@ def ninja_file(kind: str, sources: Iterable[Path], folder: Path, target: Path) -
     objects = []
     for rule, paths in (("kernel", sources), ("runtime", (HERE / "runtime").glob("*.cpp"))):
         for path in sorted(p.resolve() for p in paths):
+            if rule == "runtime" and path.stem in CHECKED_ONLY and kind != "checked":
+                continue
             objects.append(folder / f"{rule}-{path.stem}.o")
             lines.append(f"build {objects[-1]}: {rule} {path}")
     lines += [f"build {target}: link {' '.join(map(str, objects))}", f"default {target}", ""]
     return "\n".join(lines)
 
 
-def build(kind: str, sources: Iterable[Path], name: str) -> Path:
+def build(kind: str, sources: Iterable[Path], name: str, with_torch: bool = True) -> Path:
     """Compile what has changed since the last time; return the library."""
     folder = ROOT / "build" / "cuda_on_host" / kind / name
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{name}.so"
-    (folder / "build.ninja").write_text(ninja_file(kind, sources, folder, target))
+    (folder / "build.ninja").write_text(ninja_file(kind, sources, folder, target, with_torch))
     command = [sys.executable, "-m", "ninja", "--quiet", "-C", str(folder)]
     jobs = os.environ.get("MAX_JOBS")
     done = subprocess.run(
@@ -142,3 +150,21 @@ def _define_operators() -> set[str]:
 
 # A library's definitions go away with it.
 _KEEP: list[torch.library.Library] = []
+
+
+def sanitizer_environment() -> dict[str, str]:
+    """What a process needs in its environment to load the address build."""
+    libraries = [
+        subprocess.run(
+            [os.environ.get("CXX", "g++"), f"-print-file-name={name}"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    return {
+        "LD_PRELOAD": " ".join(libraries),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+    }

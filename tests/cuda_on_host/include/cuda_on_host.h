@@ -43,7 +43,7 @@ void run(const Grid& grid);
 
 template <typename... Params, typename... Args>
 void launch(void (*kernel)(Params...), int64_t blocks, int threads, const Args&... args) {
-  auto call = [&] { kernel(args...); };
+  auto call = [kernel, args...] { kernel(args...); };
   run({blocks, threads, reinterpret_cast<const void*>(kernel),
        [](void* arguments) { (*static_cast<decltype(call)*>(arguments))(); }, &call, sizeof(call)});
 }

@@ -5,8 +5,6 @@
 // launch here, and comes back with the seed.
 #include "device.h"
 
-#include <link.h>
-
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -27,6 +25,9 @@ uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
 
 namespace cuda_on_host {
+
+Running running;
+
 namespace {
 
 class Random {
@@ -138,11 +139,6 @@ class Device {
     launches_ = 0;
   }
 
-  int current = -1;
-  int64_t block = 0;
-  Range arguments, shared;
-  Stacks stacks{kMaxThreads};
-
  private:
   static void fiber_main();
   bool begin_block();
@@ -174,6 +170,7 @@ class Device {
   Site barrier_site_;
 
   Context host_;
+  Stacks stacks_{kMaxThreads};
   std::array<Fiber, kMaxThreads> fibers_;
   std::vector<int> idle_;
   int running_fiber_ = -1;
@@ -197,15 +194,16 @@ void Device::run(const Grid& grid) {
   }
   if (idle_.empty()) {  // at first, and after a fault
     for (int i = 0; i < kMaxThreads; ++i) {
-      fibers_[i].prepare(stacks.begin(i), stacks.size(i), &Device::fiber_main);
+      fibers_[i].prepare(stacks_.begin(i), stacks_.size(i), &Device::fiber_main);
       idle_.push_back(kMaxThreads - 1 - i);
     }
   }
   grid_ = &grid;
   random_ = Random(seed_ * 0x2545f4914f6cdd1d + launches_++);
   blocks_ = std::make_unique<BlockOrder>(grid.blocks, random_);
-  arguments = {static_cast<char*>(grid.arguments), grid.arguments_size};
-  shared = thread_local_memory();
+  running.stacks = stacks_.all();
+  running.arguments = {static_cast<char*>(grid.arguments), grid.arguments_size};
+  find_library(running.library, running.shared);
   blockDim = {static_cast<unsigned>(grid.threads), 1, 1};
   gridDim = {static_cast<unsigned>(grid.blocks), 1, 1};
   faulted_ = false;
@@ -214,7 +212,7 @@ void Device::run(const Grid& grid) {
   idle_.pop_back();
   start(ready_.pop());
   switch_context(host_, fibers_[running_fiber_]);
-  current = -1;
+  running.thread = -1;
   if (faulted_) {
     idle_.clear();
     throw std::runtime_error(message_);
@@ -249,8 +247,8 @@ void Device::fiber_main() {
 }
 
 bool Device::begin_block() {
-  if (!blocks_->next(block)) return false;
-  blockIdx = {static_cast<unsigned>(block), 0, 0};
+  if (!blocks_->next(running.block)) return false;
+  blockIdx = {static_cast<unsigned>(running.block), 0, 0};
   poison_shared_memory();
   const int count = grid_->threads;
   for (int t = 0; t < count; ++t) {
@@ -282,6 +280,7 @@ bool Device::begin_block() {
     for (int i = 0; i < count; ++i) ready_.push_back(order[i]);
   }
   done_ = arrived_ = 0;
+  block_has_begun(count);
   return true;
 }
 
@@ -292,7 +291,7 @@ void Device::start(int thread) {
   if (t.fiber >= 0) running_fiber_ = t.fiber;
   t.fiber = running_fiber_;
   t.state = State::ready;
-  current = thread;
+  running.thread = thread;
   threadIdx = {static_cast<unsigned>(thread), 0, 0};
 }
 
@@ -300,7 +299,7 @@ void Device::start(int thread) {
 void Device::pause() {
   if (ready_.empty()) stop(deadlock());
   const int self = running_fiber_, next = ready_.pop();
-  if (next == current) return start(next);
+  if (next == running.thread) return start(next);
   if (threads_[next].state == State::fresh) {
     running_fiber_ = idle_.back();
     idle_.pop_back();
@@ -322,10 +321,10 @@ void Device::make_ready(int* threads, int count) {
 }
 
 void Device::end_thread() {
-  Warp& warp = warps_[current / kWarpSize];
-  const int first = current / kWarpSize * kWarpSize;
-  const unsigned lane = 1u << (current % kWarpSize);
-  threads_[current].state = State::done;
+  Warp& warp = warps_[running.thread / kWarpSize];
+  const int first = running.thread / kWarpSize * kWarpSize;
+  const unsigned lane = 1u << (running.thread % kWarpSize);
+  threads_[running.thread].state = State::done;
   warp.done |= lane;
   ++done_;
   if (arrived_ > 0) {
@@ -354,7 +353,7 @@ int Device::meet_in_block(Barrier kind, int predicate, const Site& site) {
     stop("waits at the barrier of " + line_of(site) + " while other threads wait at that of " +
          line_of(barrier_site_));
   }
-  Thread& self = threads_[current];
+  Thread& self = threads_[running.thread];
   self.state = State::in_block;
   self.site = site;
   votes_ += predicate != 0;
@@ -376,9 +375,9 @@ int Device::meet_in_block(Barrier kind, int predicate, const Site& site) {
 
 uint64_t Device::meet_in_warp(Collective kind, unsigned mask, uint64_t value, int operand,
                               int width, const Site& site) {
-  const int lane = current % kWarpSize, first = current - lane;
-  Warp& warp = warps_[current / kWarpSize];
-  Thread& self = threads_[current];
+  const int lane = running.thread % kWarpSize, first = running.thread - lane;
+  Warp& warp = warps_[running.thread / kWarpSize];
+  Thread& self = threads_[running.thread];
   const auto complain = [&](const std::string& what) {
     stop(std::string(name_of(kind)) + " of " + line_of(site) + " (mask " + lanes_of(mask) + ") " +
          what);
@@ -418,7 +417,7 @@ uint64_t Device::meet_in_warp(Collective kind, unsigned mask, uint64_t value, in
 // Whether all lanes of `mask` wait for one another. Lanes that wait for this one in another call
 // would never meet it.
 bool Device::all_arrived(unsigned mask, Thread& self, Warp& warp, int first) {
-  const int lane = current % kWarpSize;
+  const int lane = running.thread % kWarpSize;
   for (unsigned lanes = mask & warp.waiting; lanes != 0; lanes &= lanes - 1) {
     const Thread& other = threads_[first + std::countr_zero(lanes)];
     if (other.mask == mask && other.collective == self.collective &&
@@ -512,8 +511,9 @@ std::string Device::deadlock() const {
 }
 
 void Device::stop(const std::string& what) {
-  message_ = "cuda_on_host: " + function_name(grid_->kernel) + ", block " + std::to_string(block) +
-             ", thread " + std::to_string(current) + ": " + what;
+  message_ = "cuda_on_host: " + function_name(grid_->kernel) + ", block " +
+             std::to_string(running.block) + ", thread " + std::to_string(running.thread) + ": " +
+             what;
   faulted_ = true;
   // Nobody comes back to the fibers of this launch.
   Context abandoned;
@@ -535,11 +535,6 @@ int block_barrier(Barrier kind, int predicate, const Site& site) {
 }
 
 void fault(const std::string& what) { device().stop(what); }
-int running_thread() { return device().current; }
-int64_t running_block() { return device().block; }
-bool is_stack(const void* p) { return device().stacks.contains(p); }
-Range shared_memory() { return device().shared; }
-Range launch_arguments() { return device().arguments; }
 
 std::string line_of(const Site& site) {
   const std::string file = site.file_name();

@@ -11,24 +11,24 @@ namespace cuda_on_host {
 constexpr int kMaxThreads = 1024;
 constexpr int kWarpSize = 32;
 
-// Ends the launch with a message; its kernel, block and thread are added.
-[[noreturn]] void fault(const std::string& what);
-
-// The thread that runs, by its number in the block; -1 while none does.
-int running_thread();
-int64_t running_block();
-std::string thread_name(int thread);
-std::string line_of(const Site& site);
-
-// Memory that a kernel uses beside its buffers.
-bool is_stack(const void* p);
 struct Range {
   char* begin = nullptr;
   size_t size = 0;
 
   bool contains(const void* p) const { return p >= begin && p < begin + size; }
 };
-Range shared_memory();  // of all kernels of this library, for the thread of the host
-Range launch_arguments();
+
+// What runs, and the memory that it uses beside its buffers.
+struct Running {
+  int thread = -1;  // its number in the block; -1 while no kernel runs
+  int64_t block = 0;
+  Range stacks, arguments, library;
+  Range shared;  // of all kernels of the library, for the thread of the host that launches
+};
+extern Running running;
+
+// Ends the launch with a message; kernel, block and thread are added.
+[[noreturn]] void fault(const std::string& what);
+std::string line_of(const Site& site);
 
 }  // namespace cuda_on_host

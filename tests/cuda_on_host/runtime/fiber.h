@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "device.h"
+
 #if !defined(__x86_64__)
 #include <ucontext.h>
 #endif
@@ -41,7 +43,7 @@ class Stacks {
   void* begin(int index) const { return base_ + index * stride_ + guard_; }
   // Tops differ in their place within a page, so that hot frames do not compete for cache sets.
   size_t size(int index) const { return kSize - static_cast<size_t>(index % 16) * 256; }
-  bool contains(const void* p) const { return p >= base_ && p < base_ + bytes_; }
+  Range all() const { return {base_, bytes_}; }
 
  private:
   size_t guard_, stride_, bytes_;

@@ -13,41 +13,33 @@ namespace {
 thread_local volatile char some_variable = 0;
 
 struct Search {
-  const void* code;
-  Range found;
+  Range image, thread_local_variables;
 };
 
 int take_if_ours(dl_phdr_info* info, size_t, void* data) {
   auto& search = *static_cast<Search*>(data);
-  const auto code = reinterpret_cast<uintptr_t>(search.code);
-  bool ours = false;
+  Range image{reinterpret_cast<char*>(info->dlpi_addr), 0}, variables;
   for (int i = 0; i < info->dlpi_phnum; ++i) {
     const auto& part = info->dlpi_phdr[i];
-    const uintptr_t begin = info->dlpi_addr + part.p_vaddr;
-    ours |= part.p_type == PT_LOAD && code >= begin && code < begin + part.p_memsz;
+    if (part.p_type == PT_LOAD) image.size = std::max(image.size, part.p_vaddr + part.p_memsz);
+    if (part.p_type == PT_TLS) variables = {static_cast<char*>(info->dlpi_tls_data), part.p_memsz};
   }
-  if (!ours) return 0;
-  for (int i = 0; i < info->dlpi_phnum; ++i) {
-    const auto& part = info->dlpi_phdr[i];
-    if (part.p_type == PT_TLS)
-      search.found = {static_cast<char*>(info->dlpi_tls_data), part.p_memsz};
-  }
+  if (!image.contains(reinterpret_cast<const void*>(&take_if_ours))) return 0;
+  search = {image, variables};
   return 1;
 }
 
 }  // namespace
 
-Range thread_local_memory() {
+void find_library(Range& image, Range& thread_local_variables) {
   some_variable = 1;  // the memory comes with the first use
-  Search search{reinterpret_cast<const void*>(&take_if_ours), {}};
+  Search search;
   dl_iterate_phdr(&take_if_ours, &search);
-  return search.found;
+  image = search.image;
+  thread_local_variables = search.thread_local_variables;
 }
 
-void poison_shared_memory() {
-  const Range shared = shared_memory();
-  std::memset(shared.begin, 0xff, shared.size);
-}
+void poison_shared_memory() { std::memset(running.shared.begin, 0xff, running.shared.size); }
 
 template <typename T>
 T atomic(Atomic kind, T* p, T value, T compare) {
@@ -101,7 +93,7 @@ extern "C" void __ubsan_handle_type_mismatch_v1(TypeMismatch* data, uintptr_t p)
                            std::to_string(1 << data->log_alignment) + ", it is " +
                            std::to_string(p % (uintptr_t{1} << data->log_alignment)) +
                            " beyond one";
-  if (running_thread() >= 0) fault(what);
+  if (running.thread >= 0) fault(what);
   std::fprintf(stderr, "%s\n", what.c_str());
   std::abort();
 }

@@ -53,7 +53,9 @@ std::string line_name(const void* code) {
   return line.substr(0, line.find_first_of(" \n"));
 }
 
-std::string variable_name(size_t offset) {
+const std::vector<Variable>& variables() {
+  static std::vector<Variable> found;
+  if (!found.empty()) return found;
   const Dl_info info = library_of(reinterpret_cast<const void*>(&library_of));
   std::istringstream symbols(output_of("readelf -sWC '" + std::string(info.dli_fname) + "'"));
   for (std::string line; std::getline(symbols, line);) {
@@ -62,11 +64,19 @@ std::string variable_name(size_t offset) {
     fields >> number >> value >> size >> type >> binding >> visibility >> section;
     if (type != "TLS") continue;
     std::getline(fields, name);
-    const size_t begin = std::stoull(value, nullptr, 16), bytes = std::stoull(size, nullptr, 0);
-    if (offset < begin || offset >= begin + bytes) continue;
     const size_t scope = name.rfind("::");
-    const std::string variable = scope == std::string::npos ? name : name.substr(scope + 2);
-    return variable + "+" + std::to_string(offset - begin);
+    found.push_back({scope == std::string::npos ? name : name.substr(scope + 2),
+                     std::stoull(value, nullptr, 16), std::stoull(size, nullptr, 0),
+                     name.find("guard variable for ") != std::string::npos});
+  }
+  return found;
+}
+
+std::string variable_name(size_t offset) {
+  for (const Variable& v : variables()) {
+    if (offset >= v.offset && offset < v.offset + v.size) {
+      return v.name + "+" + std::to_string(offset - v.offset);
+    }
   }
   return "shared memory+" + std::to_string(offset);
 }
