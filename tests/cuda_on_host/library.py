@@ -9,12 +9,14 @@ Three builds of the same sources, chosen by ``FASTRL_CUDA_ON_HOST``:
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import cpp_extension
@@ -117,39 +119,61 @@ def chosen_kind() -> str:
     return kind
 
 
-def load(kind: str | None = None) -> ctypes.CDLL:
-    """Build and load the kernels of ``csrc``, and let ``impl="cuda"`` of every op they implement run them."""
-    path = build(kind or chosen_kind(), CSRC.rglob("*_cuda.cu"), "kernels")
+class Kernels(NamedTuple):
+    """The kernels of ``csrc`` in one build, and the operators that they implement."""
+
+    library: ctypes.CDLL
+    operators: dict[str, Any]
+
+
+@functools.cache
+def kernels(kind: str) -> Kernels:
+    """Build and load. A process can have one kind: the dispatcher holds one kernel per operator."""
+    path = build(kind, CSRC.rglob("*_cuda.cu"), "kernels")
     torch.ops.load_library(path)
-    implemented = _define_operators()
-    on_device = _backends._cuda_unavailable
+    return Kernels(ctypes.CDLL(str(path)), _define_operators())
+
+
+def route(operators: dict[str, Any]) -> Callable[[], None]:
+    """Let ``impl="cuda"`` run ``operators`` on CPU tensors until the function that this returns is called."""
+    on_device = {name: _library.definitions[name].operators["cuda"] for name in operators}
+    unavailable_on_device = _backends._cuda_unavailable
 
     def cuda_unavailable(op: str, device_type: str) -> str | None:
-        if device_type == "cpu" and op in implemented:
+        if device_type == "cpu" and op in operators:
             return None
-        return on_device(op, device_type)
+        return unavailable_on_device(op, device_type)
 
-    _backends._cuda_unavailable = cuda_unavailable
-    return ctypes.CDLL(str(path))
+    def use(table: dict[str, Any], unavailable: Callable[[str, str], str | None]) -> None:
+        for name, operator in table.items():
+            _library.definitions[name].operators["cuda"] = operator
+        _backends._cuda_unavailable = unavailable
+        _backends._chosen.clear()
+
+    use(operators, cuda_unavailable)
+    return lambda: use(on_device, unavailable_on_device)
 
 
-def _define_operators() -> set[str]:
-    """Give every operator that the library implements its schema, and an overload as implementation "cuda"."""
-    library = torch.library.Library(NAMESPACE, "DEF")
-    _KEEP.append(library)
-    implemented = set()
-    for name, definition in _library.definitions.items():
-        library.define(name + definition.signature, tags=(torch.Tag.pt2_compliant_tag,))
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", "CPU"):
-            continue
-        torch.library.register_fake(f"{NAMESPACE}::{name}", definition.fake, lib=library)
-        definition.operators["cuda"] = getattr(getattr(torch.ops, NAMESPACE), name).default
-        implemented.add(name)
-    return implemented
+def load(kind: str | None = None) -> None:
+    """From here on ``impl="cuda"`` of every op that has a kernel runs it on the host."""
+    route(kernels(kind or chosen_kind()).operators)
 
 
 # A library's definitions go away with it.
 _KEEP: list[torch.library.Library] = []
+
+
+def _define_operators() -> dict[str, Any]:
+    """Give every operator that the library implements the schema and the fake kernel of the package's own."""
+    library = torch.library.Library(NAMESPACE, "DEF")
+    _KEEP.append(library)
+    operators = {}
+    for name, definition in _library.definitions.items():
+        library.define(name + definition.signature, tags=(torch.Tag.pt2_compliant_tag,))
+        if torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", "CPU"):
+            torch.library.register_fake(f"{NAMESPACE}::{name}", definition.fake, lib=library)
+            operators[name] = getattr(getattr(torch.ops, NAMESPACE), name).default
+    return operators
 
 
 def sanitizer_environment() -> dict[str, str]:

@@ -7,7 +7,12 @@ void access(const void* p, size_t size, Use use, const void* pc) {
   if (running.thread < 0 || running.stacks.contains(p)) return;
   if (running.shared.contains(p)) return check_race(p, size, use, pc);
   if (running.library.contains(p) || running.arguments.contains(p)) return;
-  count_traffic(p, size, use);
+  count_traffic(p, size, use, pc);
+}
+
+void block_has_begun(int threads) {
+  order_block(threads);
+  count_block();
 }
 
 extern "C" {

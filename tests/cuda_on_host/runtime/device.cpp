@@ -14,6 +14,7 @@
 #include <mutex>
 #include <numeric>
 #include <stdexcept>
+#include <string_view>
 #include <vector>
 
 #include "cuda_runtime.h"
@@ -124,7 +125,8 @@ std::string lanes_of(unsigned mask) {
 }
 
 bool same_place(const Site& a, const Site& b) {
-  return a.line() == b.line() && std::string_view(a.file_name()) == b.file_name();
+  return a.line() == b.line() &&
+         (a.file_name() == b.file_name() || std::string_view(a.file_name()) == b.file_name());
 }
 
 class Device {
@@ -418,10 +420,12 @@ uint64_t Device::meet_in_warp(Collective kind, unsigned mask, uint64_t value, in
 // would never meet it.
 bool Device::all_arrived(unsigned mask, Thread& self, Warp& warp, int first) {
   const int lane = running.thread % kWarpSize;
+  const bool complete = (mask & warp.waiting) == mask;
   for (unsigned lanes = mask & warp.waiting; lanes != 0; lanes &= lanes - 1) {
     const Thread& other = threads_[first + std::countr_zero(lanes)];
     if (other.mask == mask && other.collective == self.collective &&
         (self.collective == Collective::syncwarp || same_place(other.site, self.site))) {
+      if (!complete) return false;  // the last to come looks at all of them
       continue;
     }
     if ((other.mask >> lane & 1) == 0) return false;
@@ -430,7 +434,7 @@ bool Device::all_arrived(unsigned mask, Thread& self, Warp& warp, int first) {
          std::to_string(std::countr_zero(lanes)) + " waits in " + name_of(other.collective) +
          " of " + line_of(other.site) + " (mask " + lanes_of(other.mask) + ")");
   }
-  return (mask & warp.waiting) == mask;
+  return complete;
 }
 
 void Device::deliver(unsigned mask, int first) {

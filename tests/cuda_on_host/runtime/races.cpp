@@ -49,7 +49,7 @@ bool is_ordered(const Access& earlier, int thread) {
 
 }  // namespace
 
-void block_has_begun(int threads) {
+void order_block(int threads) {
   epoch_of_block = ++epoch;
   if (bytes.empty()) {
     bytes.resize(running.shared.size);

@@ -1,7 +1,11 @@
 // Bytes that kernels load from and store to global memory: everything that is neither shared memory
 // nor a stack nor an argument.
+//
+// Lanes of a warp that load the same address with the same instruction load it once, as on a
+// device. Lanes run one after the other here, so "at the same time" is told by counting: the n-th
+// load of one lane and the n-th load of another are the same one.
+#include <array>
 #include <bitset>
-#include <cstring>
 #include <unordered_map>
 #include <vector>
 
@@ -42,6 +46,63 @@ Page& page_of(uintptr_t number) {
   return *last_page;
 }
 
+// How often the lanes of one warp have loaded from one address with one instruction.
+struct WarpLoad {
+  const void* pc = nullptr;
+  const void* p = nullptr;
+  int warp = 0;
+  uint64_t block = 0;
+  uint32_t most = 0;
+  std::array<uint32_t, kWarpSize> by_lane{};
+};
+
+// An open hash table; what earlier blocks have left counts as free.
+class WarpLoads {
+ public:
+  void next_block() {
+    ++block_;
+    used_ = 0;
+  }
+  // Whether no other lane has loaded this for the warp.
+  bool is_new(const void* p, const void* pc) {
+    if (2 * used_ >= slots_.size()) grow();
+    const int warp = running.thread / kWarpSize, lane = running.thread % kWarpSize;
+    WarpLoad& load = find(p, pc, warp);
+    if (load.block != block_) {
+      load = {pc, p, warp, block_, 0, {}};
+      ++used_;
+    }
+    if (++load.by_lane[lane] <= load.most) return false;
+    ++load.most;
+    return true;
+  }
+
+ private:
+  WarpLoad& find(const void* p, const void* pc, int warp) {
+    uint64_t hash = reinterpret_cast<uintptr_t>(p) * 0x9e3779b97f4a7c15 +
+                    reinterpret_cast<uintptr_t>(pc) * 0xbf58476d1ce4e5b9 + warp;
+    hash ^= hash >> 32;
+    for (size_t i = hash;; ++i) {
+      WarpLoad& slot = slots_[i & (slots_.size() - 1)];
+      if (slot.block != block_ || (slot.p == p && slot.pc == pc && slot.warp == warp)) return slot;
+    }
+  }
+  void grow() {
+    std::vector<WarpLoad> old(slots_.size() * 2);
+    old.swap(slots_);
+    for (const WarpLoad& load : old) {
+      if (load.block == block_) find(load.p, load.pc, load.warp) = load;
+    }
+  }
+
+  std::vector<WarpLoad> slots_ = std::vector<WarpLoad>(1 << 12);
+  size_t used_ = 0;
+  uint64_t block_ = 1;
+};
+
+bool is_counting = false;
+WarpLoads warp_loads;
+
 void add(Counts& counts, size_t size, Use use) {
   if (use != Use::write) counts.loaded += size;
   if (use != Use::read) counts.stored += size;
@@ -51,7 +112,10 @@ void add(Counts& counts, size_t size, Use use) {
 
 }  // namespace
 
-void count_traffic(const void* p, size_t size, Use use) {
+void count_block() { warp_loads.next_block(); }
+
+void count_traffic(const void* p, size_t size, Use use, const void* pc) {
+  if (!is_counting || (use == Use::read && !warp_loads.is_new(p, pc))) return;
   add(total, size, use);
   for (Buffer& buffer : buffers) {
     if (buffer.range.contains(p)) add(buffer.counts, size, use);
@@ -66,6 +130,7 @@ void count_traffic(const void* p, size_t size, Use use) {
 
 // Counts from here on.
 CUDA_ON_HOST_API void cuda_on_host_reset_traffic() {
+  is_counting = true;
   total = {};
   buffers.clear();
   pages.clear();
