@@ -121,7 +121,7 @@ def token_logprobs(rows: int, vocabulary: int, factor: float) -> Case:
 CASES = {
     "gae": lambda: gae(8, 4096, 1.05),
     # Rows too few to keep a device busy one by one: cut into blocks, all inputs are read twice.
-    "gae_few_long_rows": lambda: gae(4, 8192, 1.9),
+    "gae_few_long_rows": lambda: gae(4, 8192, 1.65),
     "affine_scan": lambda: affine_scan(8, 4096, 1.05),
     "policy_loss": lambda: policy_loss(4, 8192, 1.05),
     "value_loss": lambda: value_loss(4, 8192, 1.08),
