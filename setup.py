@@ -49,6 +49,8 @@ CAPABILITY_FLAGS = {
 # Compute capabilities, with the first CUDA release whose nvcc knows them.
 CUDA_ARCHS = {"80": 12.4, "86": 12.4, "89": 12.4, "90": 12.4, "100": 12.8, "120": 12.8}
 MIN_CUDA = 12.4
+# No kernel uses what an architecture has beyond the first of its family.
+CUDA_FAMILIES = {"86": "80", "89": "80", "120": "100"}
 
 
 class Unbuildable(Exception):
@@ -111,8 +113,15 @@ class Cuda(NamedTuple):
         return cls(nvcc, version[1], Path(root[1].strip()), cuda_archs(float(version[1])))
 
     def gencode(self) -> list[str]:
-        flags = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in self.archs]
-        newest = max(self.archs, key=lambda a: int(a.rstrip("af")))
+        """Machine code for each architecture, from one intermediate code per family: half the time of one for each."""
+        families: dict[str, list[str]] = {}
+        for arch in self.archs:
+            families.setdefault(CUDA_FAMILIES.get(arch, arch), []).append(arch)
+        flags = [
+            f"-gencode=arch=compute_{family},code=[{','.join(f'sm_{a}' for a in members)}]"
+            for family, members in families.items()
+        ]
+        newest = max(families, key=lambda a: int(a.rstrip("af")))
         return [*flags, f"-gencode=arch=compute_{newest},code=compute_{newest}"]
 
     def libraries(self) -> list[str]:
@@ -187,7 +196,7 @@ def ninja_file(build_dir: Path, target: Path) -> str:
     defines = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
     module_flags = []
     if cuda is not None:
-        module_flags.append(f'-DFASTRL_CUDA_ARCHS=\\"{";".join(cuda.archs)}\\"')
+        module_flags.append(f'-DFASTRL_CUDA_ARCHS=\\"{",".join(cuda.archs)}\\"')
         module_flags.append(f'-DFASTRL_NVCC=\\"{cuda.version}\\"')
         ldflags += cuda.libraries()
     if sanitize:

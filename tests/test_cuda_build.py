@@ -31,7 +31,7 @@ def library() -> Path:
     command = [sys.executable, "setup.py", "--quiet", "build", "--build-base", str(BUILD)]
     done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    (library,) = BUILD.glob("lib*/fastrl/_C*")
+    (library,) = BUILD.glob("lib*/fastrl/_C*.so")
     return library
 
 
@@ -75,5 +75,9 @@ def test_cpu_kernels_of_a_build_with_cuda(library: Path) -> None:
 
 
 def test_device_code_is_free_of_torch() -> None:
-    found = [p for p in (ROOT / "csrc").rglob("*.cuh") if "<torch" in p.read_text() or "torch::" in p.read_text()]
+    found = [
+        p
+        for p in (ROOT / "csrc").rglob("*.cuh")
+        if "<torch" in p.read_text() or "torch::" in p.read_text()
+    ]
     assert not found
