@@ -10,7 +10,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h')
-CPP_FILES := $(SOURCES)
+# Also what only nvcc compiles, which needs no new set-up when it changes.
+CPP_FILES := $(SOURCES) $(shell find csrc -name '*.cu' -o -name '*.cuh')
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test bench lint format sanitize clean

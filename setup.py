@@ -3,6 +3,11 @@
 Environment:
     FASTRL_CPP=0        install without compiled kernels (the reference implementations still work)
     FASTRL_CPP=1        fail when the kernels cannot be built; by default a missing compiler is a warning
+    FASTRL_CUDA=1       build the CUDA kernels and fail when that is impossible; 0: leave them out. By default they are
+                        built when nvcc is found and either torch has CUDA or architectures are named
+    FASTRL_CUDA_ARCHS   e.g. ``80;90;100``, by default all that are supported and nvcc knows; ``TORCH_CUDA_ARCH_LIST``
+                        (``8.0;9.0+PTX``) is read when it is not set. PTX of the newest is always included
+    CUDA_HOME           where the toolkit is; by default where nvcc on PATH is
     FASTRL_SANITIZE     e.g. ``address,undefined``: instrument the kernels (see ``make sanitize``)
     FASTRL_WERROR=1     compiler warnings are errors (continuous integration)
     MAX_JOBS            parallel compilations
@@ -13,12 +18,14 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import NamedTuple
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -37,6 +44,13 @@ CAPABILITY_FLAGS = {
         "-mprefer-vector-width=512",
     ],
 }
+
+
+# Compute capabilities, with the first CUDA release whose nvcc knows them.
+CUDA_ARCHS = {"80": 12.4, "86": 12.4, "89": 12.4, "90": 12.4, "100": 12.8, "120": 12.8}
+MIN_CUDA = 12.4
+# No kernel uses what an architecture has beyond the first of its family.
+CUDA_FAMILIES = {"86": "80", "89": "80", "120": "100"}
 
 
 class Unbuildable(Exception):
@@ -71,13 +85,100 @@ def capabilities() -> list[str]:
     return ["baseline", "avx2", "avx512"] if x86 else ["baseline"]
 
 
+class Cuda(NamedTuple):
+    """The toolkit and the architectures to build for."""
+
+    nvcc: str
+    version: str
+    root: Path
+    archs: list[str]
+
+    @classmethod
+    def find(cls) -> Cuda:
+        home = os.environ.get("CUDA_HOME")
+        nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else None)
+        if nvcc is None:
+            raise Unbuildable(
+                "no nvcc on PATH or in CUDA_HOME; install the CUDA toolkit or set FASTRL_CUDA=0"
+            )
+        version = re.search(r"release (\d+\.\d+)", run(nvcc, "--version"))
+        # nvcc on PATH may be a script or a link: it says itself where its toolkit is.
+        root = re.search(
+            r"^#\$ TOP=(.+)$", run(nvcc, "--dryrun", "-x", "cu", "-E", os.devnull), re.M
+        )
+        if version is None or root is None:
+            raise Unbuildable(f"{nvcc} does not say which release it is and where it lies")
+        if float(version[1]) < MIN_CUDA:
+            raise Unbuildable(f"nvcc {version[1]} is older than {MIN_CUDA}")
+        return cls(nvcc, version[1], Path(root[1].strip()), cuda_archs(float(version[1])))
+
+    def gencode(self) -> list[str]:
+        """Machine code for each architecture, from one intermediate code per family: half the time of one for each."""
+        families: dict[str, list[str]] = {}
+        for arch in self.archs:
+            families.setdefault(CUDA_FAMILIES.get(arch, arch), []).append(arch)
+        flags = [
+            f"-gencode=arch=compute_{family},code=[{','.join(f'sm_{a}' for a in members)}]"
+            for family, members in families.items()
+        ]
+        newest = max(families, key=lambda a: int(a.rstrip("af")))
+        return [*flags, f"-gencode=arch=compute_{newest},code=compute_{newest}"]
+
+    def libraries(self) -> list[str]:
+        folders = [
+            f for f in ("lib64", "lib", "targets/x86_64-linux/lib") if (self.root / f).is_dir()
+        ]
+        return [
+            *(f"-L{self.root / f}" for f in folders),
+            "-lcudart_static",
+            "-ldl",
+            "-lrt",
+            "-lpthread",
+        ]
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, text=True, capture_output=True)
+    return done.stdout + done.stderr
+
+
+def cuda_archs(nvcc: float) -> list[str]:
+    """``FASTRL_CUDA_ARCHS`` (80;90), ``TORCH_CUDA_ARCH_LIST`` (8.0;9.0+PTX), or all that this nvcc knows."""
+    wanted = os.environ.get("FASTRL_CUDA_ARCHS") or os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    archs = [a.replace("+PTX", "").replace(".", "") for a in re.split(r"[;, ]+", wanted) if a]
+    unknown = [a for a in archs if not re.fullmatch(r"\d+[af]?", a)]
+    if unknown:
+        raise Unbuildable(f"architectures are written like 90 or 9.0, got {unknown}")
+    return archs or [a for a, since in CUDA_ARCHS.items() if since <= nvcc]
+
+
+def find_cuda() -> Cuda | None:
+    """The toolkit if the CUDA kernels are to be built; never asks whether a GPU is there."""
+    wish = os.environ.get("FASTRL_CUDA", "")
+    if wish == "0":
+        return None
+    if wish == "1":
+        return Cuda.find()
+    import torch
+
+    named = os.environ.get("FASTRL_CUDA_ARCHS") or os.environ.get("TORCH_CUDA_ARCH_LIST")
+    if torch.version.cuda is None and not named:
+        return None
+    try:
+        return Cuda.find()
+    except Unbuildable as reason:
+        print(f"fastrl: WARNING: building without CUDA kernels: {reason}", file=sys.stderr)
+        return None
+
+
 def ninja_file(build_dir: Path, target: Path) -> str:
     """The whole build as a ninja file: kernels once per capability, the rest once."""
     includes, libraries = torch_paths()
     levels = capabilities()
+    cuda = find_cuda()
     sanitize = os.environ.get("FASTRL_SANITIZE", "")
     include_flags = [f"-I{CSRC}"]
-    include_flags += [f"-isystem{p}" for p in [*includes, sysconfig.get_paths()["include"]]]
+    include_flags += [f"-isystem {p}" for p in [*includes, sysconfig.get_paths()["include"]]]
     cflags = [
         *("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno"),
         *("-fno-trapping-math", "-ffp-contract=fast"),
@@ -85,7 +186,6 @@ def ninja_file(build_dir: Path, target: Path) -> str:
         # g++ 12 reports the deliberately undefined registers of its own AVX-512 header.
         *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
         *(["-Werror"] if os.environ.get("FASTRL_WERROR") == "1" else []),
-        f"-DTORCH_TARGET_VERSION={TORCH_TARGET}",
         f'-DFASTRL_TORCH_TARGET=\\"{MIN_TORCH}\\"',
         f'-DFASTRL_SANITIZER=\\"{sanitize}\\"',
         *(f"-DFASTRL_HAS_{level.upper()}" for level in levels if level != "baseline"),
@@ -93,19 +193,26 @@ def ninja_file(build_dir: Path, target: Path) -> str:
     # No rpath: importing torch has loaded its libraries already, and a wheel must not carry this machine's paths.
     ldflags = ["-shared", *(f"-L{p}" for p in libraries)]
     ldflags += ["-ltorch", "-ltorch_cpu", "-lc10"]
+    defines = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
+    module_flags = []
+    if cuda is not None:
+        module_flags.append(f'-DFASTRL_CUDA_ARCHS=\\"{",".join(cuda.archs)}\\"')
+        module_flags.append(f'-DFASTRL_NVCC=\\"{cuda.version}\\"')
+        ldflags += cuda.libraries()
     if sanitize:
         instrument = [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-g", "-O1"]
         cflags += instrument
         ldflags += instrument
     lines = [
         f"cxx = {compiler()}",
-        f"cflags = {' '.join(cflags + include_flags)}",
+        f"cflags = {' '.join(cflags + defines + include_flags)}",
         f"ldflags = {' '.join(ldflags)}",
         "rule compile",
         "  description = compile $out",
         "  command = $cxx -MMD -MF $out.d $cflags $flags -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
+        *cuda_rule(cuda, defines + include_flags),
         "rule link",
         "  description = link $out",
         "  command = $cxx $in $ldflags -o $out",
@@ -119,10 +226,34 @@ def ninja_file(build_dir: Path, target: Path) -> str:
             output = build_dir / relative.with_suffix(suffix)
             output.parent.mkdir(parents=True, exist_ok=True)
             flags = [*CAPABILITY_FLAGS[level], f"-DFASTRL_CAPABILITY={level}"] if is_kernel else []
+            flags += module_flags if source.name == "module.cpp" else []
             lines += [f"build {output}: compile {source}", f"  flags = {' '.join(flags)}"]
             objects.append(str(output))
+    for source in sorted(CSRC.rglob("*.cu")) if cuda is not None else ():
+        output = build_dir / source.relative_to(CSRC).with_suffix(".cuda.o")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        lines.append(f"build {output}: compile_cuda {source}")
+        objects.append(str(output))
     lines += [f"build {target}: link {' '.join(objects)}", f"default {target}", ""]
     return "\n".join(lines)
+
+
+def cuda_rule(cuda: Cuda | None, flags: list[str]) -> list[str]:
+    if cuda is None:
+        return []
+    host = ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
+    host += ["-Werror"] if os.environ.get("FASTRL_WERROR") == "1" else []
+    nvcc_flags = ["-std=c++20", "-O3", f"-ccbin={shlex.split(compiler())[0]}"]
+    nvcc_flags += [*cuda.gencode(), f"-Xcompiler={','.join(host)}"]
+    return [
+        f"nvcc = {cuda.nvcc}",
+        f"nvcc_flags = {' '.join(nvcc_flags + flags)}",
+        "rule compile_cuda",
+        "  description = compile $out",
+        "  command = $nvcc -MD -MF $out.d $nvcc_flags -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+    ]
 
 
 class NinjaBuild(build_ext):

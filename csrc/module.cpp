@@ -20,6 +20,12 @@ py::dict build_info() {
   info["compiler"] = __VERSION__;
   info["torch_target"] = FASTRL_TORCH_TARGET;
   info["sanitizer"] = FASTRL_SANITIZER;
+#if defined(FASTRL_CUDA_ARCHS)
+  info["cuda_archs"] = py::str(FASTRL_CUDA_ARCHS).attr("split")(",");
+  info["nvcc"] = FASTRL_NVCC;
+#else
+  info["cuda_archs"] = py::list();
+#endif
   return info;
 }
 

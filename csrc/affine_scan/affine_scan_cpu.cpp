@@ -2,37 +2,11 @@
 #include <array>
 #include <tuple>
 
+#include "affine_scan/affine_scan_inputs.h"
 #include "affine_scan/affine_scan_kernel.h"
-#include "common/tensors.h"
 
 namespace fastrl {
 namespace {
-
-struct Inputs {
-  Tensor a, b;
-  AffineScanArgs args;
-};
-
-Inputs gather(const Tensor& a, const Tensor& b, const std::optional<Tensor>& initial,
-              const std::optional<Tensor>& cu_seqlens, bool reverse) {
-  check_same_shape(b, a, "b");
-  Inputs in{unit_stride_rows(a), unit_stride_rows(b), {}};
-  in.args.rows = rows_of(in.a, cu_seqlens);
-  in.args.a = float_view(in.a, "a");
-  in.args.b = float_view(in.b, "b");
-  STD_TORCH_CHECK((in.args.a.kind == Kind::f64) == (in.args.b.kind == Kind::f64),
-                  "fastrl: a and b must both be float64 or neither");
-  if (initial.has_value()) {
-    STD_TORCH_CHECK(initial->dim() == 1 && initial->size(0) == in.args.rows.count &&
-                        initial->scalar_type() == compute_type(in.args.a.kind),
-                    "fastrl: initial must be [rows] in the dtype of the results");
-    in.args.initial =
-        FloatView{initial->const_data_ptr(), kind_of(*initial, "initial"), initial->stride(0)};
-  }
-  in.args.reverse = reverse;
-  in.args.out_stride = in.a.dim() == 2 ? in.a.size(1) : 0;
-  return in;
-}
 
 Tensor new_result(const Tensor& like) {
   return new_output(like, like.sizes(), compute_type(kind_of(like, "a")));
@@ -40,7 +14,7 @@ Tensor new_result(const Tensor& like) {
 
 Tensor affine_scan_cpu(const Tensor& a, const Tensor& b, const std::optional<Tensor>& initial,
                        const std::optional<Tensor>& cu_seqlens, bool reverse) {
-  Inputs in = gather(a, b, initial, cu_seqlens, reverse);
+  AffineScanInputs in = affine_scan_inputs(rows_of, a, b, initial, cu_seqlens, reverse);
   Tensor out = new_result(a);
   in.args.out = out.mutable_data_ptr();
   const auto kernel = FASTRL_DISPATCH(affine_scan_rows);
@@ -55,7 +29,7 @@ std::tuple<Tensor, Tensor, Tensor> affine_scan_backward_cpu(const Tensor& grad_x
                                                             const std::optional<Tensor>& initial,
                                                             const std::optional<Tensor>& cu_seqlens,
                                                             bool reverse) {
-  Inputs in = gather(a, grad_x, initial, cu_seqlens, reverse);
+  AffineScanInputs in = affine_scan_inputs(rows_of, a, grad_x, initial, cu_seqlens, reverse);
   check_same_shape(x, a, "x");
   const Tensor dense_x = unit_stride_rows(x);
   in.args.x = float_view(dense_x, "x");

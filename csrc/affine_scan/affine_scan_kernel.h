@@ -1,24 +1,10 @@
-// Arguments and entry points of the CPU affine scan, one per capability.
+// Entry points of the CPU affine scan, one per capability.
 #pragma once
 
+#include "affine_scan/affine_scan_args.h"
 #include "common/capability.h"
-#include "common/views.h"
 
 namespace fastrl {
-
-struct AffineScanArgs {
-  Rows rows;
-  FloatView a;        // [rows, T] or [N]
-  FloatView b;        // same; for the adjoint: the gradient of the result
-  FloatView initial;  // [rows] in the dtype of the results; null data: 0
-  bool reverse = true;
-  void* out = nullptr;  // x; for the adjoint: the gradient of b
-  int64_t out_stride = 0;
-  // Adjoint only.
-  FloatView x;                   // the result of the forward call
-  void* grad_a = nullptr;        // dense like out
-  void* grad_initial = nullptr;  // [rows]
-};
 
 #define FASTRL_DECLARE(capability)                                                             \
   namespace capability {                                                                       \
