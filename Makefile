@@ -19,8 +19,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo
 
+# The second line runs the CUDA kernels on the host, where races in shared memory are found: tests/cuda_on_host/README.md.
 test: $(STAMP)
 	$(BIN)/python -m pytest
+	FASTRL_CUDA_ON_HOST=checked $(BIN)/python -m pytest tests/ops -q --impl=cuda-on-host
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.run
@@ -36,17 +38,20 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP_FILES)
 
-# The op tests over kernels built with AddressSanitizer and UBSan, from a copy of the package of its own. Leaks are not
-# looked for (the interpreter never frees everything), and nothing is compiled by torch (the sanitizers do not see it).
+# The op tests over kernels built with AddressSanitizer and UBSan, from a copy of the package of its own; then some of
+# them over the CUDA kernels on the host. Leaks are not looked for (the interpreter never frees everything), and nothing
+# is compiled by torch (the sanitizers do not see it).
 SANITIZED := build/sanitize
+SANITIZERS := LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 sanitize: $(STAMP)
 	rm -rf $(SANITIZED)/lib*
 	FASTRL_SANITIZE=address,undefined FASTRL_CPP=1 $(BIN)/python setup.py --quiet build --build-base $(SANITIZED)
-	cd $(SANITIZED)/lib.* && \
-	LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libubsan.so)" \
-	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	cd $(SANITIZED)/lib.* && $(SANITIZERS) \
 	$(CURDIR)/$(BIN)/python -c 'import sys, pytest, fastrl._C as c; assert c.build_info()["sanitizer"]; sys.exit(pytest.main(sys.argv[1:]))' \
 	$(CURDIR)/tests/ops -q -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) -p no:cacheprovider -k "not compile and not reference-"
+	$(SANITIZERS) FASTRL_CUDA_ON_HOST=address $(BIN)/python -m pytest tests/ops -q -s -p no:cacheprovider --impl=cuda-on-host \
+	-k "not compile and (against_reference or strides or layouts or rule_2 or rule_5)"
 
 $(STAMP): pyproject.toml setup.py requirements/peers-no-deps.txt $(SOURCES)
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is missing; install Python 3.10 or newer" >&2; exit 1; }
