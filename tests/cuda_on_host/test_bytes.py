@@ -106,6 +106,19 @@ def whiten(rows: int, tokens: int, factor: float) -> Case:
     )
 
 
+def group_advantages(samples: int, group: int, factor: float) -> Case:
+    """Groups of equal size in a random order. They meet in a hash table: what is bounded here is its traffic."""
+    rewards = torch.randn(samples)
+    groups = torch.arange(samples // group).repeat_interleave(group)[torch.randperm(samples)]
+    return Case(
+        "group_advantages",
+        lambda: fastrl.group_advantages(rewards, groups, impl="cuda"),
+        {"rewards": rewards, "groups": groups},
+        size(rewards),
+        factor,
+    )
+
+
 def token_logprobs(rows: int, vocabulary: int, factor: float) -> Case:
     logits = torch.randn(rows, vocabulary).to(torch.bfloat16)
     tokens = torch.randint(0, vocabulary, (rows,))
@@ -125,6 +138,7 @@ CASES = {
     "affine_scan": lambda: affine_scan(8, 4096, 1.05),
     "policy_loss": lambda: policy_loss(4, 8192, 1.05),
     "value_loss": lambda: value_loss(4, 8192, 1.08),
+    "group_advantages": lambda: group_advantages(4096, 8, 10),
     "whiten": lambda: whiten(4, 8192, 1.05),
     "token_logprobs": lambda: token_logprobs(8, 32768, 1.05),
 }
