@@ -96,7 +96,7 @@ def shuffled(x: Tensor) -> Tensor:
     return torch.stack([x[:, source] for source in sources], -1)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_shuffles_in_groups(fixtures: Fixtures, dtype: torch.dtype) -> None:
     x = torch.randn(4, 32, dtype=dtype)
     got = torch.empty(4, 32, 4, dtype=dtype)
@@ -152,7 +152,7 @@ def floats() -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), (("bf16", torch.bfloat16), ("half", torch.float16)), ids=("bf16", "half")
+    ("name", "dtype"), [("bf16", torch.bfloat16), ("half", torch.float16)], ids=("bf16", "half")
 )
 def test_conversions_are_torch_s(plain: Fixtures, name: str, dtype: torch.dtype) -> None:
     """All 65536 values to float32, and floats of every exponent and sign: ties, subnormals, infinities, NaN."""
@@ -200,14 +200,14 @@ def test_missing_barrier_gives_wrong_results_under_some_seed(plain: Fixtures) ->
 
 @pytest.mark.parametrize(
     ("kernel", "message"),
-    (
+    [
         # Whichever of the two comes second; who reads first reads what nobody has written.
         ("missing_barrier", r"shared\+\d+ at (LINE|faults.cu:\d+, which .* read at LINE)"),
         ("missing_second_barrier", r"race .* shared\+\d+ at .*LINE"),
         ("shuffle_for_a_barrier", r"shared\+\d+ at (LINE|faults.cu:\d+, which .* read at LINE)"),
         ("two_writers", r"writes last\+0 at LINE, which thread \d+ wrote at LINE"),
         ("nobody_wrote", r"reads shared\+\d+ at LINE, which no thread of the block has written"),
-    ),
+    ],
 )
 def test_races_are_found_and_named(checked: Fixtures, kernel: str, message: str) -> None:
     x, out = torch.zeros(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
@@ -226,7 +226,7 @@ def test_shared_memory_starts_as_garbage(plain: Fixtures) -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "message"),
-    (
+    [
         ("misaligned_quad", "misaligned address: .* needs a multiple of 16, it is 4 beyond one"),
         ("divergent_shuffle", "the lanes of a warp diverge"),
         ("masks_differ", "the lanes of a warp diverge|returned while lanes of its warp wait"),
@@ -235,7 +235,7 @@ def test_shared_memory_starts_as_garbage(plain: Fixtures) -> None:
         ("early_return", "returned while other threads wait|threads of its block have returned"),
         ("two_barriers", "while other threads wait at that of faults.cu"),
         ("waits_in_a_ring", "(?s)no thread can go on:.*wait at the barrier.*wait in __syncwarp"),
-    ),
+    ],
 )
 def test_faults_of_control_flow_and_alignment(
     fixtures: Fixtures, kernel: str, message: str
