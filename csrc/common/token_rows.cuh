@@ -239,6 +239,15 @@ class LossChunk {
     const int64_t wrapped = token < row.length ? token : token - row.length;
     store_element(out, kind, row.at(row_stride) + wrapped, x);
   }
+  // Zero for all tokens of a chunk without a valid one, when `out` is wanted.
+  template <typename T>
+  __device__ __forceinline__ void store_zeros(void* out, Kind kind, int64_t row_stride) const {
+    if (out == nullptr) return;
+    for (int strip = 0; strip < kStrips; ++strip) {
+#pragma unroll
+      for (int i = 0; i < kStrip; ++i) store(out, kind, row_stride, strip, i, T{0});
+    }
+  }
 
  private:
   uint32_t words_ = 0;

@@ -98,7 +98,7 @@ struct RowRatio {
   bool is_clamped = false;
 
   __device__ __forceinline__ RowRatio(const PolicyLossCall<T>& call, const LossRow& row) {
-    if (call.terms.ratio == Ratio::token || row.count == 0) return;
+    if (call.terms.ratio == Ratio::token) return;
     const T bound = call.terms.log_ratio_clamp, mean = row_mean(call, row, call.log_ratios);
     is_clamped = magnitude(mean) > bound;
     log_ratio = at_least(at_most(mean, bound), -bound);
@@ -171,6 +171,7 @@ __device__ __forceinline__ Derivatives<T> add_token(const PolicyTerms<T>& terms,
     policy.d_log_ratio *= weight;
     probe += zero * weight;
   }
+  // Not zero times an advantage of zero: the ratio of a row may have overflowed.
   sums.policy += valid ? policy.loss : zero;
   Derivatives<T> out = {policy.d_logp, policy.d_log_ratio};
 
@@ -207,12 +208,16 @@ __global__ void __launch_bounds__(kLossThreads)
   const LossChunk chunk(call.loss, index);
   if (!chunk.exists()) return;
   const PolicyLossViews& views = call.views;
+  if (!chunk.has_tokens()) {
+    if (kPass == Pass::sequence_sums) return;
+    chunk.store_zeros<T>(views.grad_logp, views.logp.kind, views.out_stride);
+    chunk.store_zeros<T>(views.grad_entropy, views.entropy.kind, views.out_stride);
+    return;
+  }
   const PolicyTerms<T>& terms = call.terms;
   const RowRatio<T> row(call, chunk.row);
   T row_gradient = 0;  // at each logp of the row through its ratio
-  if (kPass == Pass::sequence_grads && chunk.row.count > 0) {
-    row_gradient = row_mean(call, chunk.row, call.gradients);
-  }
+  if (kPass == Pass::sequence_grads) row_gradient = row_mean(call, chunk.row, call.gradients);
   const T weight = static_cast<T>(call.loss.weight(chunk.row.count)), zero = 0;
   const T entropy_gradient = weight * -terms.entropy_coef;
   PolicyInputs<T> in(views, chunk);
@@ -241,7 +246,7 @@ __global__ void __launch_bounds__(kLossThreads)
       }
     }
   }
-  if (kPass == Pass::sequence_grads || !chunk.has_tokens()) return;
+  if (kPass == Pass::sequence_grads) return;
   sums = sums.warp_sum();
   if (lane_index() == 0) call.chunks[index] = sums;
   if constexpr (kPass == Pass::sequence_sums) {

@@ -138,7 +138,8 @@ FASTRL_INLINE void surrogate_stage(const TokenBlock<T>& block, const PolicyTerms
     stage.through[i] = policy.d_log_ratio;
     if constexpr (kSums) {
       stage.probe[i] += probe;
-      sums.policy += policy.loss;
+      // Not zero times an advantage of zero: the ratio of a row may have overflowed.
+      sums.policy = add_where(block.valid[i], sums.policy, policy.loss);
       sums.clip_high += (advantage > zero) & (ratio > high);
       sums.clip_low += (advantage < zero) & (ratio < low);
       sums.clipped += policy.is_clipped & block.valid[i];

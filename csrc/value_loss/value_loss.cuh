@@ -67,6 +67,10 @@ __global__ void __launch_bounds__(kLossThreads)
   const LossChunk chunk(call.loss, index);
   if (!chunk.exists()) return;
   const ValueLossViews& views = call.views;
+  if (!chunk.has_tokens()) {
+    chunk.store_zeros<T>(views.grad_values, views.values.kind, views.out_stride);
+    return;
+  }
   const bool has_old = views.old_values.data != nullptr;
   const T clip = has_old ? static_cast<T>(views.clip) : static_cast<T>(HUGE_VAL);
   const T delta = static_cast<T>(views.delta), zero = 0;
@@ -102,7 +106,6 @@ __global__ void __launch_bounds__(kLossThreads)
       }
     }
   }
-  if (!chunk.has_tokens()) return;
   sums = sums.warp_sum();
   if (lane_index() == 0) call.chunks[index] = sums;
 }
