@@ -190,15 +190,6 @@ __device__ __forceinline__ T element(const FloatView& view, int64_t index) {
     return view.kind == Kind::bf16 ? from_bf16(bits) : from_f16(bits);
   }
 }
-template <typename T>
-__device__ __forceinline__ void store_element(void* out, Kind kind, int64_t index, T x) {
-  if (sizeof(T) == 8 || kind == Kind::f32) {
-    static_cast<T*>(out)[index] = x;
-  } else {
-    const auto value = static_cast<float>(x);
-    static_cast<uint16_t*>(out)[index] = kind == Kind::bf16 ? to_bf16(value) : to_f16(value);
-  }
-}
 __device__ __forceinline__ bool mask_element(const MaskView& mask, int64_t index) {
   switch (mask.width) {
     case 1:

@@ -186,6 +186,14 @@ constexpr int kStrip = 4;
 constexpr int kStripTokens = kStrip * kWarp;
 constexpr int kStrips = 512 / kStripTokens;
 
+// The part of a strip that one lane has.
+struct LossStrip {
+  int64_t token;   // its first token, counted from the start of the row
+  int num_loaded;  // how many of its tokens lie in front of the end of the valid ones
+  bool is_in_row;  // all tokens of the warp lie in the row, none has wrapped around
+  bool valid[kStrip];
+};
+
 // A chunk of a row seen from one lane of its warp.
 class LossChunk {
  public:
@@ -217,39 +225,68 @@ class LossChunk {
   // Rows shorter than the widest leave numbers of chunks unused.
   __device__ __forceinline__ bool exists() const { return begin >= 0 && begin < row.length; }
   __device__ __forceinline__ bool has_tokens() const { return row.first + begin < row.end; }
-  __device__ __forceinline__ bool has_strip(int strip) const {
-    return begin + strip * kStripTokens < row.length;
+  __device__ __forceinline__ bool has_strip(int index) const {
+    return begin + index * kStripTokens < row.length;
   }
-  // Whether token i of the strip is valid. Called by a whole warp.
-  __device__ __forceinline__ bool is_valid(int strip, int i) const {
-    return (__shfl_sync(kAllLanes, words_, strip * kStrip + i) >> lane_index()) & 1;
+  // Called by a whole warp.
+  __device__ __forceinline__ LossStrip strip(int index) const {
+    LossStrip out;
+    const int64_t first = row.first + begin + index * kStripTokens;
+    out.token = first + lane_index();
+    const int64_t left = row.end - out.token;
+    out.num_loaded = left >= kStripTokens ? kStrip
+                     : left <= 0          ? 0
+                                          : (static_cast<int>(left) + kWarp - 1) / kWarp;
+    out.is_in_row = first + kStripTokens <= row.length;
+#pragma unroll
+    for (int i = 0; i < kStrip; ++i) {
+      out.valid[i] = (__shfl_sync(kAllLanes, words_, index * kStrip + i) >> lane_index()) & 1;
+    }
+    return out;
   }
-  // The first token of this lane in a strip, counted from the start of the row.
-  __device__ __forceinline__ int64_t token(int strip) const {
-    return row.first + begin + strip * kStripTokens + lane_index();
-  }
-  // Token i of the strip to dense rows `out`. Over the chunks of a row every element is stored
-  // once.
+  // To dense rows `out`. Over the strips of a row every element is stored once.
   template <typename T>
-  __device__ __forceinline__ void store(void* out, Kind kind, int64_t row_stride, int strip, int i,
-                                        T x) const {
-    const int64_t position = begin + strip * kStripTokens + i * kWarp + lane_index();
-    if (position >= row.length) return;
-    const int64_t token = row.first + position;
-    const int64_t wrapped = token < row.length ? token : token - row.length;
-    store_element(out, kind, row.at(row_stride) + wrapped, x);
+  __device__ __forceinline__ void store(void* out, Kind kind, int64_t row_stride,
+                                        const LossStrip& strip, const T (&x)[kStrip]) const {
+    const int64_t start = row.at(row_stride);
+    if constexpr (sizeof(T) == 8) {
+      store_row(static_cast<T*>(out) + start, strip, x);
+    } else if (kind == Kind::f32) {
+      store_row(static_cast<T*>(out) + start, strip, x);
+    } else {
+      uint16_t half[kStrip];
+#pragma unroll
+      for (int i = 0; i < kStrip; ++i) half[i] = kind == Kind::bf16 ? to_bf16(x[i]) : to_f16(x[i]);
+      store_row(static_cast<uint16_t*>(out) + start, strip, half);
+    }
   }
   // Zero for all tokens of a chunk without a valid one, when `out` is wanted.
   template <typename T>
   __device__ __forceinline__ void store_zeros(void* out, Kind kind, int64_t row_stride) const {
     if (out == nullptr) return;
-    for (int strip = 0; strip < kStrips; ++strip) {
-#pragma unroll
-      for (int i = 0; i < kStrip; ++i) store(out, kind, row_stride, strip, i, T{0});
-    }
+    const T zeros[kStrip] = {};
+#pragma unroll 1
+    for (int i = 0; i < kStrips; ++i) store(out, kind, row_stride, strip(i), zeros);
   }
 
  private:
+  template <typename Element>
+  __device__ __forceinline__ void store_row(Element* out, const LossStrip& strip,
+                                            const Element (&x)[kStrip]) const {
+    if (strip.is_in_row) {
+#pragma unroll
+      for (int i = 0; i < kStrip; ++i) out[strip.token + i * kWarp] = x[i];
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kStrip; ++i) {
+      const int64_t token = strip.token + i * kWarp;
+      if (token - row.first < row.length) {
+        out[token < row.length ? token : token - row.length] = x[i];
+      }
+    }
+  }
+
   uint32_t words_ = 0;
 };
 
@@ -269,34 +306,47 @@ class StripInput {
   __device__ __forceinline__ bool is_given() const { return data_ != nullptr; }
 
   // Moves bits only, so that the loads of all inputs are in flight before the first is waited for.
-  __device__ __forceinline__ void load(const LossChunk& chunk, int strip) {
+  __device__ __forceinline__ void load(const LossStrip& strip) {
     if (data_ == nullptr || per_row_) return;
-    const int64_t token = chunk.token(strip), left = chunk.row.end - token;
+    const int64_t at = start_ + strip.token;
     if constexpr (sizeof(T) == 8) {
-      load_as(static_cast<const double*>(data_) + start_ + token, left);
+      load_as(static_cast<const double*>(data_) + at, strip);
     } else if (kind_ == Kind::f32) {
-      load_as(static_cast<const uint32_t*>(data_) + start_ + token, left);
+      load_as(static_cast<const uint32_t*>(data_) + at, strip);
     } else {
-      load_as(static_cast<const uint16_t*>(data_) + start_ + token, left);
+      load_as(static_cast<const uint16_t*>(data_) + at, strip);
     }
   }
-  // Token i, zero where it is not valid, so that nothing there is ever read in arithmetic.
-  __device__ __forceinline__ T operator()(int i, bool is_valid) const {
-    if (!is_valid || data_ == nullptr) return 0;
-    if (per_row_) return row_value_;
-    if constexpr (sizeof(T) == 8) {
-      return raw_[i];
+  // What was loaded as numbers, zero where a token is not valid, so that nothing there is ever read
+  // in arithmetic.
+  __device__ __forceinline__ void prepare(const LossStrip& strip) {
+    if (data_ == nullptr) {
+#pragma unroll
+      for (int i = 0; i < kStrip; ++i) x_[i] = 0;
+    } else if (per_row_) {
+#pragma unroll
+      for (int i = 0; i < kStrip; ++i) x_[i] = strip.valid[i] ? row_value_ : T{0};
+    } else if constexpr (sizeof(T) == 8) {
+#pragma unroll
+      for (int i = 0; i < kStrip; ++i) x_[i] = strip.valid[i] ? raw_[i] : 0.0;
+    } else if (kind_ == Kind::f32) {
+#pragma unroll
+      for (int i = 0; i < kStrip; ++i) x_[i] = strip.valid[i] ? __uint_as_float(raw_[i]) : 0.0f;
     } else {
-      if (kind_ == Kind::f32) return __uint_as_float(raw_[i]);
-      return kind_ == Kind::bf16 ? from_bf16(raw_[i]) : from_f16(raw_[i]);
+#pragma unroll
+      for (int i = 0; i < kStrip; ++i) {
+        const float number = kind_ == Kind::bf16 ? from_bf16(raw_[i]) : from_f16(raw_[i]);
+        x_[i] = strip.valid[i] ? number : 0.0f;
+      }
     }
   }
+  __device__ __forceinline__ T operator[](int i) const { return x_[i]; }
 
  private:
   template <typename Element>
-  __device__ __forceinline__ void load_as(const Element* p, int64_t left) {
+  __device__ __forceinline__ void load_as(const Element* p, const LossStrip& strip) {
 #pragma unroll
-    for (int i = 0; i < kStrip; ++i) raw_[i] = i * kWarp < left ? p[i * kWarp] : Element{0};
+    for (int i = 0; i < kStrip; ++i) raw_[i] = i < strip.num_loaded ? p[i * kWarp] : Element{0};
   }
 
   const void* data_;
@@ -305,6 +355,7 @@ class StripInput {
   int64_t start_ = 0;
   T row_value_ = 0;
   std::conditional_t<sizeof(T) == 8, double, uint32_t> raw_[kStrip];
+  T x_[kStrip];
 };
 
 }  // namespace fastrl::cuda

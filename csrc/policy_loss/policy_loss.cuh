@@ -118,13 +118,19 @@ struct PolicyInputs {
         ref_logp(views.ref_logp, chunk),
         entropy(views.entropy, chunk) {}
 
-  __device__ __forceinline__ void load(const LossChunk& chunk, int strip) {
-    logp.load(chunk, strip);
-    old_logp.load(chunk, strip);
-    advantage.load(chunk, strip);
-    is_weight.load(chunk, strip);
-    ref_logp.load(chunk, strip);
-    entropy.load(chunk, strip);
+  __device__ __forceinline__ void load(const LossStrip& strip) {
+    logp.load(strip);
+    old_logp.load(strip);
+    advantage.load(strip);
+    is_weight.load(strip);
+    ref_logp.load(strip);
+    entropy.load(strip);
+    logp.prepare(strip);
+    old_logp.prepare(strip);
+    advantage.prepare(strip);
+    is_weight.prepare(strip);
+    ref_logp.prepare(strip);
+    entropy.prepare(strip);
   }
 };
 
@@ -141,7 +147,7 @@ __device__ __forceinline__ Derivatives<T> add_token(const PolicyTerms<T>& terms,
                                                     const PolicyInputs<T>& in, int i, bool valid,
                                                     PolicyChunkSums<T>& sums) {
   const T zero = 0;
-  const T logp = in.logp(i, valid), old_logp = in.old_logp(i, valid);
+  const T logp = in.logp[i], old_logp = in.old_logp[i];
   T shown = logp - old_logp, log_ratio = row.log_ratio;
   ExpPair<T> ratio = row.ratio;
   bool is_clamped = row.is_clamped;
@@ -161,11 +167,11 @@ __device__ __forceinline__ Derivatives<T> add_token(const PolicyTerms<T>& terms,
   sums.ratio_min = valid && ratio.exp < sums.ratio_min ? ratio.exp : sums.ratio_min;
   sums.ratio_max = valid && ratio.exp > sums.ratio_max ? ratio.exp : sums.ratio_max;
 
-  const T advantage = in.advantage(i, valid);
+  const T advantage = in.advantage[i];
   auto policy = surrogate_loss(terms, logp, ratio.exp, advantage);
   probe += zero * advantage;
   if (in.is_weight.is_given()) {
-    const T weight = in.is_weight(i, valid);
+    const T weight = in.is_weight[i];
     policy.loss *= weight;
     policy.d_logp *= weight;
     policy.d_log_ratio *= weight;
@@ -176,7 +182,7 @@ __device__ __forceinline__ Derivatives<T> add_token(const PolicyTerms<T>& terms,
   Derivatives<T> out = {policy.d_logp, policy.d_log_ratio};
 
   if (in.ref_logp.is_given()) {
-    const T ref_logp = in.ref_logp(i, valid);
+    const T ref_logp = in.ref_logp[i];
     const KlToken<T> kl = kl_loss(terms, logp, ref_logp, ratio.exp);
     out.direct += terms.kl_coef * kl.d_logp;
     if (terms.kl_grad == KlGrad::ratio) out.through += terms.kl_coef * kl.loss;
@@ -185,7 +191,7 @@ __device__ __forceinline__ Derivatives<T> add_token(const PolicyTerms<T>& terms,
     sums.kl_loss += valid ? kl.loss : zero;
   }
   if (in.entropy.is_given()) {
-    const T entropy = in.entropy(i, valid);
+    const T entropy = in.entropy[i];
     sums.entropy += entropy;
     probe += zero * entropy;
   }
@@ -225,25 +231,24 @@ __global__ void __launch_bounds__(kLossThreads)
   PolicyChunkSums<T> sums;
   T through = 0;
 #pragma unroll 1
-  for (int strip = 0; strip < kStrips && chunk.has_strip(strip); ++strip) {
-    in.load(chunk, strip);
+  for (int k = 0; k < kStrips && chunk.has_strip(k); ++k) {
+    const LossStrip strip = chunk.strip(k);
+    in.load(strip);
+    T gradient[kStrip], of_entropy[kStrip];
 #pragma unroll
     for (int i = 0; i < kStrip; ++i) {
-      const bool valid = chunk.is_valid(strip, i);
-      const Derivatives<T> d = add_token(terms, row, in, i, valid, sums);
-      if constexpr (kPass == Pass::sequence_sums) {
-        through += d.through;
-        continue;
-      }
-      if (views.grad_logp != nullptr) {
-        const T total = d.direct + (kPass == Pass::all ? d.through : row_gradient);
-        const T gradient = valid ? weight * total : zero;
-        chunk.store(views.grad_logp, views.logp.kind, views.out_stride, strip, i, gradient);
-      }
-      if (views.grad_entropy != nullptr) {
-        const T gradient = valid ? entropy_gradient : zero;
-        chunk.store(views.grad_entropy, views.entropy.kind, views.out_stride, strip, i, gradient);
-      }
+      const Derivatives<T> d = add_token(terms, row, in, i, strip.valid[i], sums);
+      through += d.through;
+      const T total = d.direct + (kPass == Pass::sequence_grads ? row_gradient : d.through);
+      gradient[i] = strip.valid[i] ? weight * total : zero;
+      of_entropy[i] = strip.valid[i] ? entropy_gradient : zero;
+    }
+    if (kPass == Pass::sequence_sums) continue;
+    if (views.grad_logp != nullptr) {
+      chunk.store(views.grad_logp, views.logp.kind, views.out_stride, strip, gradient);
+    }
+    if (views.grad_entropy != nullptr) {
+      chunk.store(views.grad_entropy, views.entropy.kind, views.out_stride, strip, of_entropy);
     }
   }
   if (kPass == Pass::sequence_grads) return;
@@ -265,16 +270,16 @@ __global__ void __launch_bounds__(kLossThreads)
   if (!chunk.exists() || !chunk.has_tokens()) return;
   StripInput<T> logp(call.views.logp, chunk), old_logp(call.views.old_logp, chunk);
   T total = 0;
+#pragma unroll 2
+  for (int k = 0; k < kStrips; ++k) {
+    if (!chunk.has_strip(k)) break;
+    const LossStrip strip = chunk.strip(k);
+    logp.load(strip);
+    old_logp.load(strip);
+    logp.prepare(strip);
+    old_logp.prepare(strip);
 #pragma unroll
-  for (int strip = 0; strip < kStrips; ++strip) {
-    if (!chunk.has_strip(strip)) break;
-    logp.load(chunk, strip);
-    old_logp.load(chunk, strip);
-#pragma unroll
-    for (int i = 0; i < kStrip; ++i) {
-      const bool valid = chunk.is_valid(strip, i);
-      total += logp(i, valid) - old_logp(i, valid);
-    }
+    for (int i = 0; i < kStrip; ++i) total += logp[i] - old_logp[i];
   }
   total = warp_reduce(total, Sum{});
   if (lane_index() == 0) call.log_ratios[index] = total;

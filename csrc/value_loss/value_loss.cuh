@@ -80,15 +80,18 @@ __global__ void __launch_bounds__(kLossThreads)
 
   ValueChunkSums<T> sums;
 #pragma unroll 1
-  for (int strip = 0; strip < kStrips && chunk.has_strip(strip); ++strip) {
-    values.load(chunk, strip);
-    old_values.load(chunk, strip);
-    returns.load(chunk, strip);
+  for (int k = 0; k < kStrips && chunk.has_strip(k); ++k) {
+    const LossStrip strip = chunk.strip(k);
+    values.load(strip);
+    old_values.load(strip);
+    returns.load(strip);
+    values.prepare(strip);
+    old_values.prepare(strip);
+    returns.prepare(strip);
+    T gradient[kStrip];
 #pragma unroll
     for (int i = 0; i < kStrip; ++i) {
-      const bool valid = chunk.is_valid(strip, i);
-      const T value = values(i, valid), old_value = old_values(i, valid),
-              target = returns(i, valid);
+      const T value = values[i], old_value = old_values[i], target = returns[i];
       const auto token = value_loss(value, old_value, target, clip, delta);
       const T error = value - target;
       sums.loss += token.loss;
@@ -100,10 +103,10 @@ __global__ void __launch_bounds__(kLossThreads)
       // Zero unless something is not finite.
       const T probe = zero * value + (zero * target + zero * old_value);
       sums.counts += counted(probe != zero, token.is_clipped);
-      if (views.grad_values != nullptr) {
-        const T gradient = valid ? weight * token.d_value : zero;
-        chunk.store(views.grad_values, views.values.kind, views.out_stride, strip, i, gradient);
-      }
+      gradient[i] = strip.valid[i] ? weight * token.d_value : zero;
+    }
+    if (views.grad_values != nullptr) {
+      chunk.store(views.grad_values, views.values.kind, views.out_stride, strip, gradient);
     }
   }
   sums = sums.warp_sum();

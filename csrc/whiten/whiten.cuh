@@ -101,12 +101,14 @@ static __global__ void __launch_bounds__(kWhitenThreads)
   first = block_reduce<kWhitenThreads>(first < end ? first : count, Least{}, firsts);
   const double origin = first < count ? chunks[first].origin : 0;
   Moments total;
+#pragma unroll 1
   for (int64_t i = begin; i < end; ++i) {
     Moments part = chunks[i].moments;
     part.mean += chunks[i].origin - origin;
     total = merged(total, part);
   }
   const auto merge_lanes = [&] {
+#pragma unroll 1
     for (int step = 1; step < kWarp; step *= 2) {
       total = merged(total, Moments{__shfl_down_sync(kAllLanes, total.count, step),
                                     __shfl_down_sync(kAllLanes, total.mean, step),
