@@ -33,7 +33,7 @@ class LossLaunch {
     ValidRows& valid = loss.valid;
     valid.counts = memory<unsigned long long>(words);
     valid.spans = reinterpret_cast<RowSpan*>(valid.counts + 2);
-    if (has_mask) valid.bits = memory<uint8_t>(pieces * (1024 / 8));
+    if (has_mask) valid.bits = memory<uint8_t>(pieces * (MaskPieces::kTokens / 8));
     launch_(clear_words, blocks_of(words, kLossThreads), kLossThreads, valid.counts, words);
     launch_(find_valid, blocks_of(pieces, kLossWarps), kLossThreads, rows, mask, pieces, valid);
   }

@@ -30,6 +30,8 @@ __device__ __forceinline__ int64_t global_warp() {
 // e / kSize + row on, which leaves room for its length and never overlaps the next.
 template <int kSize>
 struct Pieces {
+  static constexpr int kTokens = kSize;
+
   static __host__ __device__ int64_t of(int64_t length) { return (length + kSize - 1) / kSize; }
   static int64_t count(const Rows& rows) {
     return rows.packed() ? rows.tokens / kSize + rows.count : rows.count * of(rows.length);
@@ -82,7 +84,7 @@ static __global__ void __launch_bounds__(kLossThreads)
 static __global__ void __launch_bounds__(kLossThreads)
     find_valid(const __grid_constant__ Rows rows, const __grid_constant__ MaskView mask,
                int64_t num_pieces, ValidRows out) {
-  constexpr int kPieceBytes = 1024 / 8, kRounds = kPieceBytes / kWarp;
+  constexpr int kPieceBytes = MaskPieces::kTokens / 8, kRounds = kPieceBytes / kWarp;
   __shared__ unsigned long long found[kLossWarps][2];
   const int lane = lane_index(), warp = warp_index();
   const int64_t piece = global_warp();
@@ -90,7 +92,7 @@ static __global__ void __launch_bounds__(kLossThreads)
   bool is_first = false;
   if (piece < num_pieces) {
     const Row row(rows, MaskPieces::row_of(rows, piece));
-    const int64_t begin = (piece - MaskPieces::first(rows, row.index)) * 1024;
+    const int64_t begin = (piece - MaskPieces::first(rows, row.index)) * MaskPieces::kTokens;
     if (begin >= 0 && begin < row.length) {
       MaskItems items[kRounds];
       ItemRange range[kRounds];
@@ -100,7 +102,7 @@ static __global__ void __launch_bounds__(kLossThreads)
         range[i] = ItemRange::within(token, 0, row.length);
         items[i].load(mask, row.at(mask.row_stride) + token, range[i]);
       }
-      int low = 1024, high = 0;  // of the valid tokens of the piece
+      int low = MaskPieces::kTokens, high = 0;  // of the valid tokens of the piece
 #pragma unroll
       for (int i = 0; i < kRounds; ++i) {
         const uint32_t bits = items[i].bits(mask, range[i]);
@@ -184,7 +186,7 @@ struct LossRow : Row {
 // Tokens of a thread that are loaded together, 32 apart: a strip of a chunk.
 constexpr int kStrip = 4;
 constexpr int kStripTokens = kStrip * kWarp;
-constexpr int kStrips = 512 / kStripTokens;
+constexpr int kStrips = LossChunks::kTokens / kStripTokens;
 
 // The part of a strip that one lane has.
 struct LossStrip {
@@ -203,7 +205,7 @@ class LossChunk {
   // Called by a whole warp.
   __device__ __forceinline__ LossChunk(const LossRows& loss, int64_t chunk)
       : row(loss, LossChunks::row_of(loss.rows, chunk)),
-        begin((chunk - LossChunks::first(loss.rows, row.index)) * 512) {
+        begin((chunk - LossChunks::first(loss.rows, row.index)) * LossChunks::kTokens) {
     if (!exists() || !has_tokens()) return;
     const int64_t token = row.first + begin;
     if (loss.valid.bits == nullptr) {
@@ -215,7 +217,7 @@ class LossChunk {
     const auto* const words = reinterpret_cast<const uint32_t*>(loss.valid.bits) +
                               MaskPieces::first(loss.rows, row.index) * kWarp;
     const int64_t word = token / kWarp + lane_index();
-    const bool is_needed = lane_index() <= 512 / kWarp;
+    const bool is_needed = lane_index() <= LossChunks::kTokens / kWarp;
     const bool exists = word < MaskPieces::of(row.length) * kWarp;
     const uint32_t low = is_needed && exists ? words[word] : 0;
     const uint32_t high = __shfl_down_sync(kAllLanes, low, 1);
