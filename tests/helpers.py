@@ -74,6 +74,12 @@ def pack(x: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
     return torch.cat([row[:n] for row, n in zip(x, lengths)]), offsets
 
 
+def uneven_lengths() -> Iterator[list[int]]:
+    """Rows enough for every stage of a kernel that sums over rows; empty ones, short ones, and a few long ones."""
+    yield [i % 10 for i in range(1100)]
+    yield [1300 if i in (0, 17, 38) else i % 4 for i in range(40)]
+
+
 def with_threads(count: int, call: Callable[[], Tensor]) -> Tensor:
     """Run ``call`` under another number of threads."""
     before = torch.get_num_threads()

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <vector>
 
-#include "common/tensors.h"
+#include "common/loss_inputs.h"
 #include "common/token_rows_kernel.h"
 
 namespace fastrl {
@@ -19,14 +19,6 @@ constexpr int64_t kChunkTokens = 2048;
 // them.
 constexpr int64_t kTaskChunks = 8;
 
-enum class Aggregation : int64_t {
-  token_mean,
-  token_sum,
-  seq_mean_token_sum,
-  seq_mean_token_mean,
-  seq_mean_token_sum_norm,
-};
-
 struct TokenRows {
   Rows rows;
   std::vector<ValidSpan> spans;    // [rows]
@@ -34,6 +26,10 @@ struct TokenRows {
   int64_t tokens = 0;
   int64_t sequences = 0;  // rows with at least one valid token
 
+  TokenCounts counts() const {
+    return {static_cast<double>(tokens), static_cast<double>(sequences),
+            static_cast<double>(rows.length)};
+  }
   int64_t num_chunks() const { return static_cast<int64_t>(chunks.size()); }
   int64_t num_tasks() const { return (num_chunks() + kTaskChunks - 1) / kTaskChunks; }
 };
@@ -84,26 +80,14 @@ inline TokenRows token_rows(const Rows& rows, const MaskView& mask) {
   return out;
 }
 
-// What the sum of a loss is divided by; `given` is 0 when the caller leaves it to the default.
-inline double divisor(Aggregation agg, double given, const TokenRows& rows) {
-  if (agg == Aggregation::token_sum) return 1.0;
-  if (given != 0.0) return given;
-  const auto tokens = static_cast<double>(rows.tokens),
-             sequences = static_cast<double>(rows.sequences);
-  const double count = agg == Aggregation::token_mean                ? tokens
-                       : agg == Aggregation::seq_mean_token_sum_norm ? sequences * rows.rows.length
-                                                                     : sequences;
-  return std::max(count, 1.0);
-}
-
 // The factor of each token's loss, by row.
-inline std::vector<double> row_weights(Aggregation agg, double given_denom, const TokenRows& rows) {
-  const double scale = 1.0 / divisor(agg, given_denom, rows);
-  std::vector<double> weights(rows.spans.size(), scale);
-  if (agg == Aggregation::seq_mean_token_mean) {
-    for (size_t row = 0; row < weights.size(); ++row) {
-      weights[row] /= static_cast<double>(std::max<int64_t>(rows.spans[row].count, 1));
-    }
+inline std::vector<double> row_weights(Aggregation agg, const double* denom_tensor, double denom,
+                                       const TokenRows& rows) {
+  // Reading the tensor on CPU waits for nothing.
+  const double total = divisor(agg, denom_tensor == nullptr ? denom : *denom_tensor, rows.counts());
+  std::vector<double> weights(rows.spans.size());
+  for (size_t row = 0; row < weights.size(); ++row) {
+    weights[row] = row_weight(agg, total, rows.spans[row].count);
   }
   return weights;
 }
@@ -132,50 +116,6 @@ Sums sum_over_tasks(void (*kernel)(const Args&, int64_t, int64_t, Sums*), const 
   Sums total;
   for (const Sums& s : sums) total.add(s);
   return total;
-}
-
-// denom_tensor has one float64 element when it is given; reading it on CPU waits for nothing.
-inline double given_denominator(const std::optional<Tensor>& denom_tensor, double denom) {
-  if (!denom_tensor.has_value()) return denom;
-  STD_TORCH_CHECK(denom_tensor->numel() == 1 && denom_tensor->scalar_type() == ScalarType::Double,
-                  "fastrl: denom must have one float64 element");
-  return *static_cast<const double*>(denom_tensor->const_data_ptr());
-}
-
-// An input of a loss shaped like its first tensor, with the unit-stride copy behind the raw view.
-class LossInput {
- public:
-  LossInput(const std::optional<Tensor>& t, const Tensor& first, const char* name,
-            FloatView& view) {
-    if (!t.has_value()) return;
-    check_same_shape(*t, first, name);
-    STD_TORCH_CHECK((kind_of(*t, name) == Kind::f64) == (kind_of(first, name) == Kind::f64),
-                    "fastrl: ", name, " and the first tensor must both be float64 or neither");
-    kept_ = unit_stride_rows(*t);
-    view = float_view(*kept_, name);
-  }
-
- private:
-  std::optional<Tensor> kept_;
-};
-
-class LossMask {
- public:
-  LossMask(const std::optional<Tensor>& t, const Tensor& first, MaskView& view) {
-    if (!t.has_value()) return;
-    check_same_shape(*t, first, "mask");
-    kept_ = unit_stride_rows(*t);
-    view = mask_view(*kept_);
-  }
-
- private:
-  std::optional<Tensor> kept_;
-};
-
-inline Aggregation aggregation_of(int64_t value) {
-  STD_TORCH_CHECK(value >= 0 && value <= static_cast<int64_t>(Aggregation::seq_mean_token_sum_norm),
-                  "fastrl: there is no such aggregation");
-  return static_cast<Aggregation>(value);
 }
 
 // A 0-d loss in the dtype that results have for inputs like `like`.

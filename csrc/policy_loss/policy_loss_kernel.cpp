@@ -18,26 +18,6 @@
 namespace fastrl::FASTRL_CAPABILITY {
 namespace {
 
-template <typename T>
-PolicyTerms<T> terms_in(const PolicyTerms<double>& d) {
-  PolicyTerms<T> t;
-  t.ratio = d.ratio;
-  t.surrogate = d.surrogate;
-  t.kl = d.kl;
-  t.kl_grad = d.kl_grad;
-  t.ratio_low = static_cast<T>(d.ratio_low);
-  t.ratio_high = static_cast<T>(d.ratio_high);
-  t.dual_clip = static_cast<T>(d.dual_clip);
-  t.ratio_cap = static_cast<T>(d.ratio_cap);
-  t.log_ratio_clamp = static_cast<T>(d.log_ratio_clamp);
-  t.kl_coef = static_cast<T>(d.kl_coef);
-  t.kl_input_clamp = static_cast<T>(d.kl_input_clamp);
-  t.kl_clamp = static_cast<T>(d.kl_clamp);
-  t.entropy_coef = static_cast<T>(d.entropy_coef);
-  t.has_cap = d.has_cap;
-  return t;
-}
-
 // The inputs at the tokens of a chunk.
 template <typename T>
 struct Inputs {
@@ -158,7 +138,8 @@ FASTRL_INLINE void surrogate_stage(const TokenBlock<T>& block, const PolicyTerms
     stage.through[i] = policy.d_log_ratio;
     if constexpr (kSums) {
       stage.probe[i] += probe;
-      sums.policy += policy.loss;
+      // Not zero times an advantage of zero: the ratio of a row may have overflowed.
+      sums.policy = add_where(block.valid[i], sums.policy, policy.loss);
       sums.clip_high += (advantage > zero) & (ratio > high);
       sums.clip_low += (advantage < zero) & (ratio < low);
       sums.clipped += policy.is_clipped & block.valid[i];

@@ -313,6 +313,22 @@ def test_without_a_clamp_an_overflowing_ratio_is_still_clipped(impl: str) -> Non
     assert metric(out, "ratio_max") == math.inf
 
 
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_without_a_clamp_masked_tokens_do_not_see_the_ratio_overflow(impl: str, ratio: str) -> None:
+    """Zero advantage times the infinite ratio of the row would be NaN."""
+    mask = torch.tensor([[1.0, 0.0, 1.0]])
+    for advantage, loss in ((1.0, -1.2), (-1.0, math.inf)):
+        x = torch.full((1, 3), 200.0, requires_grad=True)
+        advantages = torch.tensor([[advantage, 1.0, advantage]])
+        out = fastrl.policy_loss(
+            *(x, torch.zeros(1, 3), advantages, mask), ratio=ratio, log_ratio_clamp=None, impl=impl
+        )
+        assert out.loss.item() == pytest.approx(loss)
+        if advantage == 1:
+            out.loss.backward()
+            assert x.grad is not None and x.grad.tolist() == [[0.0, 0.0, 0.0]]
+
+
 # ---- against the reference ------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fastrl
 from fastrl._losses import AGGREGATIONS
 from fastrl.ops.policy_loss.op import RATIOS, SURROGATES, policy_loss_op
-from tests.helpers import leaf, masks, pack, poisoned, same_bits, strided, with_threads
+from tests.helpers import (
+    leaf,
+    masks,
+    pack,
+    poisoned,
+    same_bits,
+    strided,
+    uneven_lengths,
+    with_threads,
+)
 from tests.ops.losses import Batch, batch, metric, run_policy
 
 # Everything on: each input is read.
@@ -142,6 +151,28 @@ def test_rule_5_same_bits_padded_on_either_side_and_packed(impl: str, ratio: str
             results.append([loss, metrics, *(grad.view(3, length) for grad in grads)])
         for other in results[1:]:
             assert_agree(impl, other, results[0])
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_rule_5_same_bits_of_many_rows_of_uneven_lengths(impl: str, ratio: str) -> None:
+    for lengths, has_holes in itertools.product(uneven_lengths(), (False, True)):
+        shape = (len(lengths), max(lengths))
+        data = full_batch(shape)
+        inside = torch.arange(shape[1]) < torch.tensor(lengths).unsqueeze(1)
+        mask = inside & (torch.rand(shape) < 0.7) if has_holes else inside
+        options = {"ratio": ratio, "agg": "seq_mean_token_mean", **FULL}
+        padded = run_policy(impl, data, mask, **options)
+        expected = run_policy("reference", data.double(), mask, **options)
+        torch.testing.assert_close(
+            [x.double() for x in padded], [x.double() for x in expected], atol=1e-4, rtol=1e-4
+        )
+        flat = data.map(lambda x: pack(x, lengths)[0])  # noqa: B023
+        flat_mask, offsets = pack(mask, lengths)
+        packed = run_policy(
+            impl, flat, flat_mask if has_holes else None, cu_seqlens=offsets, **options
+        )
+        padded[2:] = [pack(grad, lengths)[0] for grad in padded[2:]]
+        assert_agree(impl, packed, padded)
 
 
 @settings(max_examples=40, deadline=None)

@@ -26,6 +26,7 @@ from tests.helpers import (
     poisoned,
     same_bits,
     strided,
+    uneven_lengths,
     with_threads,
 )
 from tests.ops.losses import metric
@@ -211,6 +212,28 @@ def test_rule_5_same_bits_padded_on_either_side(impl: str) -> None:
             start = 0 if side == "right" else 38
             got[2] = got[2][:, start : start + length]
             assert_agree(impl, got, expected)
+
+
+def test_rule_5_same_bits_of_many_rows_of_uneven_lengths(impl: str) -> None:
+    for lengths, has_holes in itertools.product(uneven_lengths(), (False, True)):
+        shape = (len(lengths), max(lengths))
+        data = batch(shape)
+        inside = torch.arange(shape[1]) < torch.tensor(lengths).unsqueeze(1)
+        mask = inside & (torch.rand(shape) < 0.7) if has_holes else inside
+        padded = run(impl, data, mask, agg="seq_mean_token_mean")
+        expected = run("reference", data.map(Tensor.double), mask, agg="seq_mean_token_mean")
+        torch.testing.assert_close(
+            [x.double() for x in padded], [x.double() for x in expected], atol=1e-4, rtol=1e-4
+        )
+        flat = data.map(lambda x: pack(x, lengths)[0])  # noqa: B023
+        flat_mask, offsets = pack(mask, lengths)
+        packed = run(
+            *(impl, flat, flat_mask if has_holes else None),
+            cu_seqlens=offsets,
+            agg="seq_mean_token_mean",
+        )
+        padded[2] = pack(padded[2], lengths)[0]
+        assert_agree(impl, packed, padded)
 
 
 @settings(max_examples=30, deadline=None)

@@ -81,7 +81,7 @@ def policy_loss_reference(
         shown = token_log_ratio
         if terms.ratio == "token":
             shown = log_ratio
-        # Masked tokens have a ratio of 1 or that of their row; neither is counted.
+        # Masked tokens have a ratio of 1, which is not counted.
         at_valid = rows.valid & ~ratio.isnan()
         low = _with_default(torch.where(at_valid, ratio, math.inf), math.inf).amin()
         high = _with_default(torch.where(at_valid, ratio, -math.inf), -math.inf).amax()
@@ -123,16 +123,17 @@ def _clamp(x: Tensor, low: float, high: float) -> Tensor:
 
 
 def _log_ratio(token_log_ratio: Tensor, new: Tensor, rows: TokenRows, terms: Terms) -> Tensor:
-    """The logarithm of the ratio at each token, clamped."""
+    """The logarithm of the ratio at each token, clamped; 0 where masked, so that no ratio overflows there."""
     bound = terms.log_ratio_clamp
     if terms.ratio == "token":
         return _clamp(token_log_ratio, -bound, bound)
     mean = rows.sums(token_log_ratio) / rows.counts.clamp(min=1).to(token_log_ratio.dtype)
     if terms.ratio == "sequence":
-        return _clamp(rows.spread(mean).expand_as(new), -bound, bound)
+        return _clamp(torch.where(rows.valid, rows.spread(mean), 0.0), -bound, bound)
     # The value of the mean with the gradient of the token's own log-probability.
     own = new.nan_to_num(0.0, 0.0, 0.0)
-    return _clamp(own - own.detach() + rows.spread(mean.detach()), -bound, bound)
+    value = torch.where(rows.valid, rows.spread(mean.detach()), 0.0)
+    return _clamp(own - own.detach() + value, -bound, bound)
 
 
 def _surrogate(
