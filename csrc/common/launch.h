@@ -69,8 +69,10 @@ class Launcher {
   void operator()(void (*kernel)(Params...), int64_t blocks, int threads, const Args&... args) {
     STD_TORCH_CHECK(blocks <= kMaxBlocks, "fastrl: too many rows for one launch");
     if (blocks == 0) return;
-    kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads), 0, stream_> > >(
-        args...);
+    const auto grid = static_cast<unsigned>(blocks), block = static_cast<unsigned>(threads);
+    // clang-format off
+    kernel<<<grid, block, 0, stream_>>>(args...);
+    // clang-format on
     check_cuda(cudaGetLastError());
   }
 
