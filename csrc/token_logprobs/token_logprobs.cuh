@@ -16,6 +16,7 @@ namespace fastrl::cuda {
 
 constexpr int kLogitThreads = 256;
 constexpr int64_t kWarpClasses = 1024;  // a warp is enough for rows up to here
+constexpr int kAhead = 4;               // vectors that a thread reads at once
 constexpr double kLog2E = 1.44269504088896340736, kLn2 = 0.693147180559945309417;
 
 template <Kind kKind>
@@ -29,6 +30,10 @@ struct Logit<Kind::f64> {
   static constexpr int kBytes = 8;
 };
 
+// Of a multiprocessor at least: what registers may cost, also where double precision needs many.
+template <Kind kKind>
+constexpr int kLogitBlocks = kKind == Kind::f64 ? 2 : 4;
+
 __device__ __forceinline__ float power_of_two(float x) { return exp2f(x); }
 __device__ __forceinline__ double power_of_two(double x) { return exp2(x); }
 // NaN is passed over.
@@ -41,7 +46,6 @@ struct LogitVector {
   using T = typename Logit<kKind>::Compute;
   static constexpr int kBytes = Logit<kKind>::kBytes;
   static constexpr int kCount = 16 / kBytes;
-  static constexpr int kAhead = kBytes == 8 ? 2 : 4;  // read at once by a thread
   uint32_t word[4];
 
   __device__ __forceinline__ T operator[](int i) const {
@@ -194,12 +198,11 @@ struct RowThread {
 };
 
 template <Kind kKind, bool kEntropy, int kRowThreads>
-__global__ void __launch_bounds__(kLogitThreads)
+__global__ void __launch_bounds__(kLogitThreads, kLogitBlocks<kKind>)
     token_logprobs_rows(const __grid_constant__ TokenLogprobsArgs args, int64_t rows) {
   using Row = LogitRow<kKind>;
   using Vector = typename Row::Vector;
   using T = typename Row::T;
-  constexpr int kAhead = Vector::kAhead;
   __shared__ T largest_of_warps[kLogitThreads / kWarp];
   __shared__ double sums_of_warps[kLogitThreads / kWarp];
   const RowThread<kRowThreads> thread;
@@ -253,12 +256,12 @@ struct LogitGradient {
 // Vectors are counted from the first aligned address of the output; no thread reads what another
 // one writes, so the output may be the logits themselves.
 template <Kind kKind, int kRowThreads>
-__global__ void __launch_bounds__(kLogitThreads)
+__global__ void __launch_bounds__(kLogitThreads, kLogitBlocks<kKind>)
     token_logprobs_grad_rows(const __grid_constant__ TokenLogprobsGradArgs args, int64_t rows) {
   using Row = LogitRow<kKind>;
   using Vector = typename Row::Vector;
   using T = typename Row::T;
-  constexpr int kCount = Vector::kCount, kAhead = Vector::kAhead;
+  constexpr int kCount = Vector::kCount;
   const TokenLogprobsArgs& f = args.forward;
   const RowThread<kRowThreads> thread;
   if (thread.row >= rows) return;

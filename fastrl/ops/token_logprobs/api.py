@@ -100,9 +100,9 @@ def token_logprobs(
             "token_logprobs", "temperature", temperature, low=MIN_TEMPERATURE
         )
 
+    if implementation != "cpu" and not torch.compiler.is_compiling():
+        _check_range(tokens, logits.shape[-1])
     if implementation == "reference":
-        if not torch.compiler.is_compiling():
-            _check_range(tokens, logits.shape[-1])
         by = temperature if temperatures is None else temperatures
         return LogProbs(*token_logprobs_reference(logits, tokens, by, entropy))
     arguments = (logits, tokens, temperatures, temperature, entropy)
