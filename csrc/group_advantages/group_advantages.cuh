@@ -1,8 +1,8 @@
 // Group advantages on the device.
 //
 // Samples are brought together by a hash table of their ids; atomics decide where a group lies and
-// in which order its members arrive, but nothing that a result depends on. Each group is then put in
-// the order of its samples and finished by itself: a warp takes a small group, a thread block a
+// in which order its members arrive, but nothing that a result depends on. Each group is then put
+// in the order of its samples and finished by itself: a warp takes a small group, a thread block a
 // large one, and both add the same chunks of scored members by the same tree.
 //
 // The steps are functions that any number of threads can share out: one block runs a small batch in
@@ -18,7 +18,6 @@ namespace fastrl::cuda {
 constexpr int kGroupThreads = 1024;
 constexpr int kGroupWarps = kGroupThreads / kWarp;
 constexpr int kGroupChunk = 1024;      // scored members that are added by one tree
-constexpr int kCandidatesAhead = 2;    // read at once by a thread
 constexpr int64_t kOneBlock = 1024;    // samples up to which one block does everything
 constexpr int64_t kBatchChunk = 1024;  // samples of the batch's moments that a warp takes
 
@@ -38,7 +37,8 @@ struct GroupCall {
   int64_t num_objectives = 1;
   GroupOptions options;
   const int64_t* ids = nullptr;
-  FloatView rewards;  // of sample i, objective k at i * row_stride + k; not read if token rewards are
+  FloatView
+      rewards;  // of sample i, objective k at i * row_stride + k; not read if token rewards are
   TokenRows tokens;
   bool sums_tokens = false;
   MaskView valid;                   // [count]; null data: all of them
@@ -47,13 +47,13 @@ struct GroupCall {
   bool to_double = false;
 
   // Workspaces.
-  double* scores = nullptr;       // [objectives, count], NaN: not scored
-  double* totals = nullptr;       // [count], advantages
-  double* lengths = nullptr;      // [count], null unless the baseline is weighted by them
-  double* inverse_std = nullptr;  // [objectives], of the batch, null unless it is the scale
-  BatchMoments* moments = nullptr;  // [objectives, chunks of the batch]
-  Group* groups = nullptr;          // [count]
-  Group* large = nullptr;           // those of more than a warp's members
+  double* scores = nullptr;              // [objectives, count], NaN: not scored
+  double* totals = nullptr;              // [count], advantages
+  double* lengths = nullptr;             // [count], null unless the baseline is weighted by them
+  double* inverse_std = nullptr;         // [objectives], of the batch, null unless it is the scale
+  BatchMoments* moments = nullptr;       // [objectives, chunks of the batch]
+  Group* groups = nullptr;               // [count]
+  Group* large = nullptr;                // those of more than a warp's members
   unsigned long long* cursor = nullptr;  // groups so far (high half) and members so far
   int32_t* num_large = nullptr;
   int32_t* table = nullptr;     // [table_size], a sample of the group, or -1
@@ -78,7 +78,8 @@ __device__ __forceinline__ Workers whole_grid() { return {blockIdx.x, gridDim.x}
 __device__ __forceinline__ int lane_of_warp() { return static_cast<int>(threadIdx.x) % kWarp; }
 __device__ __forceinline__ uint32_t lanes_below() { return (1u << lane_of_warp()) - 1; }
 
-// ---- scores --------------------------------------------------------------------------------------
+// ---- scores
+// --------------------------------------------------------------------------------------
 
 __device__ __forceinline__ double valid_or_nan(const GroupCall& call, int64_t sample,
                                                double score) {
@@ -123,11 +124,10 @@ __device__ inline void prepare(const GroupCall& call, Workers workers) {
 constexpr int kRowThreads = 128;
 constexpr int64_t kRowTile = kRowThreads * kItems;
 
-// Sum of the valid token rewards of a row, and their number; a block takes a row. Tiles start at the
-// first valid token, so that a row has the same sum whatever its padding.
+// Sum of the valid token rewards of a row, and their number; a block takes a row. Tiles start at
+// the first valid token, so that a row has the same sum whatever its padding.
 template <typename T>
-__global__ void __launch_bounds__(kRowThreads)
-    sum_rows(const __grid_constant__ GroupCall call) {
+__global__ void __launch_bounds__(kRowThreads) sum_rows(const __grid_constant__ GroupCall call) {
   __shared__ int64_t counts[kRowThreads / kWarp];
   __shared__ double sums[kRowThreads / kWarp];
   prepare(call, whole_grid());
@@ -141,8 +141,7 @@ __global__ void __launch_bounds__(kRowThreads)
     MaskItems mask;
     mask.load(rows.mask, mask_at + first + offset, range);
     const uint32_t bits = mask.bits(rows.mask, range);
-    const int64_t found =
-        bits == 0 ? length : first + offset + __ffs(static_cast<int>(bits)) - 1;
+    const int64_t found = bits == 0 ? length : first + offset + __ffs(static_cast<int>(bits)) - 1;
     const int64_t lowest = block_reduce<kRowThreads>(found, Least{}, counts);
     if (lowest == length) continue;
     first = lowest;
@@ -171,7 +170,8 @@ __global__ void __launch_bounds__(kRowThreads)
   if (call.lengths != nullptr) call.lengths[row] = static_cast<double>(count);
 }
 
-// ---- moments of the batch ------------------------------------------------------------------------
+// ---- moments of the batch
+// ------------------------------------------------------------------------
 
 __device__ __forceinline__ BatchMoments merged(const BatchMoments& a, const BatchMoments& b) {
   if (b.count == 0) return a;
@@ -234,7 +234,8 @@ __device__ inline void merge_batch_moments(const GroupCall& call) {
   }
 }
 
-// ---- grouping ------------------------------------------------------------------------------------
+// ---- grouping
+// ------------------------------------------------------------------------------------
 
 // Every bit of the id reaches the low bits, which choose the slot.
 __device__ __forceinline__ uint64_t hash_id(int64_t id) {
@@ -252,8 +253,7 @@ __device__ inline void insert(const GroupCall& call, Workers workers) {
     const int64_t i = base + lane;
     const uint32_t exist = __ballot_sync(kAllLanes, i < call.count);
     const int64_t id = i < call.count ? call.ids[i] : 0;
-    const uint32_t peers =
-        exist & __match_any_sync(kAllLanes, static_cast<unsigned long long>(id));
+    const uint32_t peers = exist & __match_any_sync(kAllLanes, static_cast<unsigned long long>(id));
     const int leader = __ffs(static_cast<int>(peers)) - 1;
     int32_t slot = 0, before = 0;
     if (i < call.count && lane == leader) {
@@ -295,7 +295,8 @@ __device__ inline void scatter(const GroupCall& call, Workers workers) {
   }
 }
 
-// ---- groups --------------------------------------------------------------------------------------
+// ---- groups
+// --------------------------------------------------------------------------------------
 
 // The warps of the block share the arrays for small groups, all of it serves a large one.
 struct GroupScratch {
@@ -411,32 +412,24 @@ __device__ __forceinline__ void for_each_chunk(GroupScratch& scratch, int64_t co
     if (warp == 0) visit(scratch.score + at, scratch.index + at, n);
     visited += n;
   };
-  for (int64_t base = 0; base < count; base += kCandidatesAhead * kGroupThreads) {
-    int32_t index[kCandidatesAhead];
-    double score[kCandidatesAhead];
-    bool scored[kCandidatesAhead];
-#pragma unroll
-    for (int u = 0; u < kCandidatesAhead; ++u) {
-      const int64_t j = base + u * kGroupThreads + static_cast<int>(threadIdx.x);
-      scored[u] = j < count && candidate(j, index[u], score[u]);
+  for (int64_t base = 0; base < count; base += kGroupThreads) {
+    const int64_t j = base + static_cast<int>(threadIdx.x);
+    int32_t index = 0;
+    double score = 0;
+    const bool scored = j < count && candidate(j, index, score);
+    const uint32_t bits = __ballot_sync(kAllLanes, scored);
+    if (lane == 0) scratch.counts[warp] = __popc(bits);
+    __syncthreads();
+    const int of_warp = scratch.counts[lane];
+    const int before = warp_reduce(lane < warp ? of_warp : 0, Sum{});
+    if (scored) {
+      const int64_t rank = found + before + __popc(bits & lanes_below());
+      scratch.score[rank % (2 * kGroupChunk)] = score;
+      scratch.index[rank % (2 * kGroupChunk)] = index;
     }
-#pragma unroll
-    for (int u = 0; u < kCandidatesAhead; ++u) {
-      if (base + u * kGroupThreads >= count) break;
-      const uint32_t bits = __ballot_sync(kAllLanes, scored[u]);
-      if (lane == 0) scratch.counts[warp] = __popc(bits);
-      __syncthreads();
-      const int of_warp = scratch.counts[lane];
-      const int before = warp_reduce(lane < warp ? of_warp : 0, Sum{});
-      if (scored[u]) {
-        const int64_t rank = found + before + __popc(bits & lanes_below());
-        scratch.score[rank % (2 * kGroupChunk)] = score[u];
-        scratch.index[rank % (2 * kGroupChunk)] = index[u];
-      }
-      found += warp_reduce(of_warp, Sum{});
-      __syncthreads();
-      if (found - visited >= kGroupChunk) visit_next(kGroupChunk);
-    }
+    found += warp_reduce(of_warp, Sum{});
+    __syncthreads();
+    if (found - visited >= kGroupChunk) visit_next(kGroupChunk);
   }
   if (found > visited) visit_next(static_cast<int>(found - visited));
 }
@@ -501,7 +494,8 @@ __device__ inline void finish(const GroupCall& call, Workers workers, GroupScrat
   finish_large_groups(call, workers, scratch);
 }
 
-// ---- kernels -------------------------------------------------------------------------------------
+// ---- kernels
+// -------------------------------------------------------------------------------------
 
 static __global__ void __launch_bounds__(kGroupThreads)
     prepare_groups(const __grid_constant__ GroupCall call) {

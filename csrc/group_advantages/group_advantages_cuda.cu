@@ -103,8 +103,8 @@ Tensor group_advantages_cuda(const Tensor& rewards, const Tensor& groups,
   call.to_double = type == ScalarType::Double;
   for (call.table_size = 64; call.table_size < 2 * in.count;) call.table_size *= 2;
   GroupCall measured = call;
-  Tensor space = new_tensor(rewards, std::array<int64_t, 1>{lay_out(measured, nullptr)},
-                            ScalarType::Byte);
+  Tensor space =
+      new_tensor(rewards, std::array<int64_t, 1>{lay_out(measured, nullptr)}, ScalarType::Byte);
   lay_out(call, space.mutable_data_ptr());
 
   Launcher launch(rewards);

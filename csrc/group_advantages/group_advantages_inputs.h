@@ -10,9 +10,10 @@
 namespace fastrl {
 
 inline void check_group_arguments(const Tensor& rewards, const Tensor& groups,
-                     const std::optional<Tensor>& valid, const std::optional<Tensor>& weights,
-                     const std::optional<Tensor>& mask, int64_t baseline, int64_t scale,
-                     int64_t ddof) {
+                                  const std::optional<Tensor>& valid,
+                                  const std::optional<Tensor>& weights,
+                                  const std::optional<Tensor>& mask, int64_t baseline,
+                                  int64_t scale, int64_t ddof) {
   STD_TORCH_CHECK(rewards.dim() == 2 || (rewards.dim() == 1 && !weights),
                   "fastrl: rewards must be [N], [N, K] with weights, or [N, T]");
   STD_TORCH_CHECK(groups.dim() == 1 && groups.size(0) == rewards.size(0) &&

@@ -1,11 +1,12 @@
 // Log-probabilities of chosen tokens, entropies of their rows and the gradient, on the device: one
 // read of the logits each way.
 //
-// A row belongs to a thread block, or to a warp where it is short; which of them depends on V alone.
-// Thread l of n takes the vectors l, l + n, ... of 16 bytes, counted from the first class of the
-// row, and keeps running sums relative to the largest logit that it has seen; several vectors are
-// read before the first is looked at. Threads are combined by a fixed tree in double, so neither the
-// address of a row nor its neighbours change a bit. Exponents are in powers of two throughout.
+// A row belongs to a thread block, or to a warp where it is short; which of them depends on V
+// alone. Thread l of n takes the vectors l, l + n, ... of 16 bytes, counted from the first class of
+// the row, and keeps running sums relative to the largest logit that it has seen; several vectors
+// are read before the first is looked at. Threads are combined by a fixed tree in double, so
+// neither the address of a row nor its neighbours change a bit. Exponents are in powers of two
+// throughout.
 #pragma once
 
 #include "common/reduce.cuh"
@@ -32,7 +33,7 @@ struct Logit<Kind::f64> {
 
 // Of a multiprocessor at least: what registers may cost, also where double precision needs many.
 template <Kind kKind>
-constexpr int kLogitBlocks = kKind == Kind::f64 ? 2 : 4;
+constexpr int kLogitBlocks = kKind == Kind::f64 ? 2 : 3;
 
 __device__ __forceinline__ float power_of_two(float x) { return exp2f(x); }
 __device__ __forceinline__ double power_of_two(double x) { return exp2(x); }
@@ -66,8 +67,8 @@ struct LogitVector {
       word[i] = __float_as_uint(x);
     } else {
       const uint32_t half = kKind == Kind::bf16 ? to_bf16(x) : to_f16(x);
-      word[i / 2] = i % 2 == 0 ? (word[i / 2] & 0xffff0000u) | half
-                               : (word[i / 2] & 0xffffu) | (half << 16);
+      word[i / 2] =
+          i % 2 == 0 ? (word[i / 2] & 0xffff0000u) | half : (word[i / 2] & 0xffffu) | (half << 16);
     }
   }
 };
@@ -242,7 +243,8 @@ __global__ void __launch_bounds__(kLogitThreads, kLogitBlocks<kKind>)
   if constexpr (kEntropy) static_cast<T*>(args.entropy)[row] = static_cast<T>(total.entropy());
 }
 
-// Gradient of a logit: 2^x (alpha + beta x), x = (logit - largest) * scale; less gamma at the token.
+// Gradient of a logit: 2^x (alpha + beta x), x = (logit - largest) * scale; less gamma at the
+// token.
 template <typename T>
 struct LogitGradient {
   T largest, scale, alpha, beta;

@@ -48,8 +48,9 @@ inline Tensor per_row(const Tensor& t, int64_t rows, ScalarType type, const char
   return dense(t);
 }
 
-inline TokenLogprobsInputs gather_logits(const Tensor& logits, const Tensor& tokens, const std::optional<Tensor>& temperatures,
-              double temperature) {
+inline TokenLogprobsInputs gather_logits(const Tensor& logits, const Tensor& tokens,
+                                         const std::optional<Tensor>& temperatures,
+                                         double temperature) {
   STD_TORCH_CHECK(logits.dim() > 0 && logits.size(logits.dim() - 1) > 0,
                   "fastrl: logits must be [..., V] with V >= 1");
   TokenLogprobsInputs in;
