@@ -15,14 +15,14 @@
 
 namespace fastrl::cuda {
 
-constexpr int kGroupThreads = 1024;
+constexpr int kGroupThreads = 512;
 constexpr int kGroupWarps = kGroupThreads / kWarp;
-constexpr int kGroupChunk = 1024;      // scored members that are added by one tree
+constexpr int kGroupChunk = 512;       // scored members that are added by one tree
 constexpr int64_t kOneBlock = 1024;    // samples up to which one block does everything
 constexpr int64_t kBatchChunk = 1024;  // samples of the batch's moments that a warp takes
 
-static_assert(kGroupThreads <= kGroupChunk, "a block stages a chunk in one step");
-static_assert(kGroupWarps == kWarp, "counts of all warps fit the lanes of one");
+static_assert(kGroupThreads == kGroupChunk, "a block sorts a chunk and adds one in one step");
+static_assert(kGroupWarps <= kWarp, "counts of all warps fit the lanes of one");
 
 struct alignas(16) Group {
   int32_t start, size, slot;
@@ -403,27 +403,27 @@ __device__ inline void finish_small_groups(const GroupCall& call, Workers worker
 // Calls visit(score, index, n) in the first warp for each chunk of scored members in order;
 // candidate(j, index, score) says whether candidate j < count is one of them.
 template <typename Candidate, typename Visit>
-__device__ __forceinline__ void for_each_chunk(GroupScratch& scratch, int64_t count,
+__device__ __forceinline__ void for_each_chunk(GroupScratch& scratch, int count,
                                                const Candidate& candidate, const Visit& visit) {
   const int lane = lane_of_warp(), warp = static_cast<int>(threadIdx.x) / kWarp;
-  int64_t found = 0, visited = 0;
+  int found = 0, visited = 0;  // at most 2^30 samples
   const auto visit_next = [&](int n) {
-    const int64_t at = visited % (2 * kGroupChunk);
+    const int at = visited % (2 * kGroupChunk);
     if (warp == 0) visit(scratch.score + at, scratch.index + at, n);
     visited += n;
   };
-  for (int64_t base = 0; base < count; base += kGroupThreads) {
-    const int64_t j = base + static_cast<int>(threadIdx.x);
+  for (int base = 0; base < count; base += kGroupThreads) {
+    const int j = base + static_cast<int>(threadIdx.x);
     int32_t index = 0;
     double score = 0;
     const bool scored = j < count && candidate(j, index, score);
     const uint32_t bits = __ballot_sync(kAllLanes, scored);
     if (lane == 0) scratch.counts[warp] = __popc(bits);
     __syncthreads();
-    const int of_warp = scratch.counts[lane];
+    const int of_warp = lane < kGroupWarps ? scratch.counts[lane] : 0;
     const int before = warp_reduce(lane < warp ? of_warp : 0, Sum{});
     if (scored) {
-      const int64_t rank = found + before + __popc(bits & lanes_below());
+      const int rank = found + before + __popc(bits & lanes_below());
       scratch.score[rank % (2 * kGroupChunk)] = score;
       scratch.index[rank % (2 * kGroupChunk)] = index;
     }
@@ -431,7 +431,7 @@ __device__ __forceinline__ void for_each_chunk(GroupScratch& scratch, int64_t co
     __syncthreads();
     if (found - visited >= kGroupChunk) visit_next(kGroupChunk);
   }
-  if (found > visited) visit_next(static_cast<int>(found - visited));
+  if (found > visited) visit_next(found - visited);
 }
 
 // Up to a chunk of members are sorted by counting; of more, all samples of the batch are looked
@@ -451,11 +451,11 @@ __device__ inline void finish_large_groups(const GroupCall& call, Workers worker
       if (thread < group.size) scratch.sorted[rank] = sample;
       __syncthreads();
     }
-    const int64_t candidates = staged ? group.size : call.count;
+    const int candidates = staged ? group.size : static_cast<int>(call.count);
     for (int64_t k = 0; k < call.num_objectives; ++k) {
       const double* const scores = call.scores + k * call.count;
-      const auto candidate = [&](int64_t j, int32_t& index, double& score) {
-        index = staged ? scratch.sorted[j] : static_cast<int32_t>(j);
+      const auto candidate = [&](int j, int32_t& index, double& score) {
+        index = staged ? scratch.sorted[j] : j;
         if (!staged && call.slots[j] != group.slot) return false;
         score = scores[index];
         return !isnan(score);
@@ -478,7 +478,7 @@ __device__ inline void finish_large_groups(const GroupCall& call, Workers worker
       }
       __syncthreads();
       const GroupMap map{scratch.origin, scratch.offset, scratch.factor};
-      for (int64_t j = thread; scratch.has_map != 0 && j < candidates; j += kGroupThreads) {
+      for (int j = thread; scratch.has_map != 0 && j < candidates; j += kGroupThreads) {
         int32_t index;
         double score;
         if (candidate(j, index, score)) add_advantage(call, k, index, map(score));
@@ -497,36 +497,36 @@ __device__ inline void finish(const GroupCall& call, Workers workers, GroupScrat
 // ---- kernels
 // -------------------------------------------------------------------------------------
 
-static __global__ void __launch_bounds__(kGroupThreads)
+static __global__ void __launch_bounds__(kGroupThreads, 1)
     prepare_groups(const __grid_constant__ GroupCall call) {
   prepare(call, whole_grid());
 }
 
-static __global__ void __launch_bounds__(kGroupThreads)
+static __global__ void __launch_bounds__(kGroupThreads, 1)
     insert_samples(const __grid_constant__ GroupCall call) {
   insert(call, whole_grid());
   if (call.inverse_std != nullptr) batch_moments(call, whole_grid());
 }
 
-static __global__ void __launch_bounds__(kGroupThreads)
+static __global__ void __launch_bounds__(kGroupThreads, 1)
     reserve_groups(const __grid_constant__ GroupCall call) {
   reserve(call, whole_grid());
   if (call.inverse_std != nullptr && blockIdx.x == 0) merge_batch_moments(call);
 }
 
-static __global__ void __launch_bounds__(kGroupThreads)
+static __global__ void __launch_bounds__(kGroupThreads, 1)
     scatter_samples(const __grid_constant__ GroupCall call) {
   scatter(call, whole_grid());
 }
 
-static __global__ void __launch_bounds__(kGroupThreads)
+static __global__ void __launch_bounds__(kGroupThreads, 1)
     finish_groups(const __grid_constant__ GroupCall call) {
   __shared__ GroupScratch scratch;
   finish(call, whole_grid(), scratch);
 }
 
 // All of it by one block; `prepared`: sum_rows has been here.
-static __global__ void __launch_bounds__(kGroupThreads)
+static __global__ void __launch_bounds__(kGroupThreads, 1)
     group_advantages_of_few(const __grid_constant__ GroupCall call, bool prepared) {
   __shared__ GroupScratch scratch;
   const Workers workers{0, 1};
