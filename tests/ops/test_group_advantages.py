@@ -374,36 +374,6 @@ def test_rule_5_same_bits_for_a_group_alone_and_among_others(impl: str, scale: s
         assert same_bits(together[groups == g], alone)
 
 
-@pytest.mark.parametrize("scale", ["std", "batch_std"])
-def test_groups_of_any_size_in_a_large_batch(impl: str, scale: str) -> None:
-    """A group of thousands, of hundreds and of a few, mixed; float64 shows a sum in another order."""
-    sizes = torch.tensor([2600, 1024, 700, 33, 32, 31, 1, *[8] * 40, 2])
-    groups = torch.repeat_interleave(torch.randint(-(2**62), 2**62, sizes.shape), sizes)
-    groups = groups[torch.randperm(len(groups))]
-    rewards = torch.randn(len(groups), dtype=torch.float64)
-    rewards[torch.rand(len(groups)) < 0.1] = NAN
-    got = fastrl.group_advantages(rewards, groups, scale=scale, impl=impl)
-    torch.testing.assert_close(got, reference(rewards, groups, scale=scale), rtol=1e-9, atol=1e-9)
-    assert same_bits(got, fastrl.group_advantages(rewards, groups, scale=scale, impl=impl))
-    if impl == "reference" or scale == "batch_std":
-        return
-    for g in groups.unique():
-        own, scored = groups == g, (groups == g) & ~rewards.isnan()
-        alone = fastrl.group_advantages(rewards[own], groups[own], impl=impl)
-        assert same_bits(got[own], alone)
-        compressed = fastrl.group_advantages(rewards[scored], groups[scored], impl=impl)
-        assert same_bits(got[scored], compressed)
-
-
-def test_one_group_of_a_large_batch_with_objectives_and_lengths(impl: str) -> None:
-    rewards, mask = torch.randn(3000, 2, dtype=torch.float64), torch.rand(3000, 5) < 0.6
-    rewards[::7, 1] = NAN
-    options: dict[str, Any] = {"weights": [1.0, -2.0], "mask": mask, "baseline": "length_weighted"}
-    got = one_group(rewards, impl, **options)
-    expected = one_group(rewards, "reference", **options)
-    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
-
-
 def test_rule_5_same_bits_for_any_padding(impl: str) -> None:
     """Token rewards and mask shifted along the row, as between left and right padding."""
     rewards, groups = torch.randn(6, 40), torch.tensor([0, 1, 0, 1, 1, 0])
