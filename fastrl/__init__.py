@@ -7,7 +7,7 @@ from fastrl.ops.gae import GAE, gae
 from fastrl.ops.group_advantages import group_advantages
 from fastrl.ops.group_ids import group_ids
 from fastrl.ops.policy_loss import POLICY_METRICS, PolicyLoss, policy_loss
-from fastrl.ops.token_logprobs import LogProbs, token_logprobs
+from fastrl.ops.token_logprobs import LogProbs, token_logprobs, token_logprobs_
 from fastrl.ops.value_loss import VALUE_METRICS, ValueLoss, value_loss
 from fastrl.ops.whiten import whiten
 
@@ -26,6 +26,7 @@ __all__ = [
     "group_ids",
     "policy_loss",
     "token_logprobs",
+    "token_logprobs_",
     "value_loss",
     "whiten",
 ]

@@ -8,9 +8,8 @@
 #include <limits>
 #include <vector>
 
-#include "common/tensors.h"
+#include "group_advantages/group_advantages_inputs.h"
 #include "group_advantages/group_advantages_kernel.h"
-#include "group_advantages/group_core.h"
 #include "group_ids/first_seen.h"
 #include "whiten/whiten_kernel.h"
 
@@ -141,53 +140,23 @@ double inverse_batch_std_of(const double* scores, int64_t count, const GroupOpti
   return inverse_std(batch.count, batch.m2, batch.m2 == 0, options.ddof, options.eps);
 }
 
-void check_arguments(const Tensor& rewards, const Tensor& groups,
-                     const std::optional<Tensor>& valid, const std::optional<Tensor>& weights,
-                     const std::optional<Tensor>& mask, int64_t baseline, int64_t scale,
-                     int64_t ddof) {
-  STD_TORCH_CHECK(rewards.dim() == 2 || (rewards.dim() == 1 && !weights),
-                  "fastrl: rewards must be [N], [N, K] with weights, or [N, T]");
-  STD_TORCH_CHECK(groups.dim() == 1 && groups.size(0) == rewards.size(0) &&
-                      groups.scalar_type() == ScalarType::Long,
-                  "fastrl: groups must be int64 [N]");
-  if (valid) check_same_shape(*valid, groups, "valid");
-  if (weights) {
-    STD_TORCH_CHECK(weights->dim() == 1 && weights->size(0) == rewards.size(1) &&
-                        weights->scalar_type() == ScalarType::Double,
-                    "fastrl: weights must be float64 [K]");
-  }
-  if (mask) {
-    STD_TORCH_CHECK(mask->dim() == 2 && mask->size(0) == rewards.size(0),
-                    "fastrl: mask must be [N, T]");
-    if (rewards.dim() == 2 && !weights) check_same_shape(*mask, rewards, "mask");
-  }
-  STD_TORCH_CHECK(
-      baseline >= 0 && baseline <= 3 && scale >= 0 && scale <= 3 && (ddof == 0 || ddof == 1),
-      "fastrl: baseline and scale must be 0 to 3, ddof 0 or 1");
-  STD_TORCH_CHECK(mask || baseline != static_cast<int64_t>(Baseline::length_weighted),
-                  "fastrl: the length-weighted baseline needs a mask");
-}
-
 // One [N] array of scores per objective; NaN for samples that are not valid.
-Doubles scores_of(const Tensor& rewards, const std::optional<Tensor>& valid,
-                  const TokenRows& tokens, bool sums_tokens) {
-  const int64_t count = rewards.size(0);
-  const int64_t num_objectives = sums_tokens || rewards.dim() == 1 ? 1 : rewards.size(1);
-  Doubles scores(static_cast<size_t>(count * num_objectives));
-  if (sums_tokens) {
+Doubles scores_of(const GroupInputs& in) {
+  const int64_t count = in.count;
+  Doubles scores(static_cast<size_t>(count * in.num_objectives));
+  if (in.sums_tokens) {
     const auto kernel = FASTRL_DISPATCH(sum_tokens);
     torch::stable::parallel_for(
-        0, count, row_grain(count, rewards.numel()),
-        [&](int64_t first, int64_t last) { kernel(tokens, first, last, scores.data()); });
+        0, count, row_grain(count, in.rewards.numel()),
+        [&](int64_t first, int64_t last) { kernel(in.tokens, first, last, scores.data()); });
   } else {
     TokenRows objectives;
-    objectives.rewards = float_view(rewards, "rewards");
-    objectives.length = num_objectives;
-    if (rewards.dim() == 1) objectives.rewards.row_stride = 1;
+    objectives.rewards = in.objectives();
+    objectives.length = in.num_objectives;
     FASTRL_DISPATCH(read_scores)(objectives, count, scores.data());
   }
-  if (valid) {
-    const MaskView view = mask_view(*valid);
+  if (in.valid) {
+    const MaskView view = mask_view(*in.valid);
     const TokenRows flags{FloatView{}, MaskView{view.data, view.width, view.significant, 1}, 1};
     Doubles is_valid(static_cast<size_t>(count));
     FASTRL_DISPATCH(count_tokens)(flags, 0, count, is_valid.data());
@@ -205,25 +174,14 @@ Tensor group_advantages_cpu(const Tensor& rewards_in, const Tensor& groups_in,
                             const std::optional<Tensor>& weights_in,
                             const std::optional<Tensor>& mask_in, int64_t baseline, int64_t scale,
                             int64_t ddof, double eps, bool singleton_raw) {
-  check_arguments(rewards_in, groups_in, valid_in, weights_in, mask_in, baseline, scale, ddof);
-  const Tensor rewards = rewards_in.dim() == 2 ? unit_stride_rows(rewards_in) : dense(rewards_in);
-  const Tensor groups = dense(groups_in);
-  std::optional<Tensor> valid, weights, mask;
-  if (valid_in) valid = dense(*valid_in);
-  if (weights_in) weights = dense(*weights_in);
-  if (mask_in) mask = unit_stride_rows(*mask_in);
-  const GroupOptions options{static_cast<Baseline>(baseline), static_cast<Scale>(scale),
-                             static_cast<int32_t>(ddof), eps, singleton_raw};
-
-  const int64_t count = rewards.size(0);
-  const bool sums_tokens = rewards.dim() == 2 && !weights;
-  TokenRows tokens;
-  if (sums_tokens) tokens.rewards = float_view(rewards, "rewards");
-  if (mask) tokens.mask = mask_view(*mask);
-  tokens.length = mask ? mask->size(1) : sums_tokens ? rewards.size(1) : 0;
+  const GroupInputs in(rewards_in, groups_in, valid_in, weights_in, mask_in, baseline, scale, ddof,
+                       eps, singleton_raw);
+  const GroupOptions& options = in.options;
+  const TokenRows& tokens = in.tokens;
+  const int64_t count = in.count;
   const int64_t row_share = row_grain(count, count * tokens.length);
 
-  const Doubles scores = scores_of(rewards, valid, tokens, sums_tokens);
+  const Doubles scores = scores_of(in);
   Doubles lengths;
   if (options.baseline == Baseline::length_weighted) {
     lengths.resize(static_cast<size_t>(count));
@@ -234,12 +192,11 @@ Tensor group_advantages_cpu(const Tensor& rewards_in, const Tensor& groups_in,
   }
 
   const Grouping grouping =
-      grouping_of(static_cast<const int64_t*>(groups.const_data_ptr()), count);
+      grouping_of(static_cast<const int64_t*>(in.groups.const_data_ptr()), count);
   Doubles totals(static_cast<size_t>(count), 0.0);
   const auto* const weight =
-      weights ? static_cast<const double*>(weights->const_data_ptr()) : nullptr;
-  const int64_t num_objectives = count == 0 ? 0 : static_cast<int64_t>(scores.size()) / count;
-  for (int64_t k = 0; k < num_objectives; ++k) {
+      in.weights ? static_cast<const double*>(in.weights->const_data_ptr()) : nullptr;
+  for (int64_t k = 0; k < in.num_objectives; ++k) {
     Objective objective{scores.data() + k * count, lengths.empty() ? nullptr : lengths.data(),
                         weight == nullptr ? 1.0 : weight[k], 1.0};
     if (options.scale == Scale::batch_std) {
@@ -252,10 +209,10 @@ Tensor group_advantages_cpu(const Tensor& rewards_in, const Tensor& groups_in,
         });
   }
 
-  const ScalarType type = compute_type(kind_of(rewards, "rewards"));
+  const ScalarType type = compute_type(kind_of(in.rewards, "rewards"));
   const bool to_double = type == ScalarType::Double;
-  if (mask) {
-    Tensor out = new_output(rewards, mask->sizes(), type);
+  if (in.mask) {
+    Tensor out = new_output(in.rewards, in.mask->sizes(), type);
     void* const data = out.mutable_data_ptr();
     const auto kernel = FASTRL_DISPATCH(spread_rows);
     torch::stable::parallel_for(0, count, row_share, [&](int64_t first, int64_t last) {
@@ -263,7 +220,7 @@ Tensor group_advantages_cpu(const Tensor& rewards_in, const Tensor& groups_in,
     });
     return out;
   }
-  Tensor out = new_tensor(rewards, std::array<int64_t, 1>{count}, type);
+  Tensor out = new_tensor(in.rewards, std::array<int64_t, 1>{count}, type);
   void* const data = out.mutable_data_ptr();
   for (int64_t i = 0; i < count; ++i) {
     const double total = totals[static_cast<size_t>(i)];

@@ -3,15 +3,9 @@
 #pragma once
 
 #include "common/capability.h"
-#include "common/views.h"
+#include "group_advantages/group_advantages_args.h"
 
 namespace fastrl {
-
-struct TokenRows {
-  FloatView rewards;  // [rows, length]; null data where only the mask is read
-  MaskView mask;      // [rows, length]; null data: every token is valid
-  int64_t length = 0;
-};
 
 #define FASTRL_DECLARE(capability)                                                              \
   namespace capability {                                                                        \

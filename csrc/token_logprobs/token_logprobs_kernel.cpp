@@ -13,7 +13,6 @@
 namespace fastrl::FASTRL_CAPABILITY {
 namespace {
 
-constexpr int kNumStatistics = 3;
 constexpr int64_t kTile = 4096;  // elements; two tiles fit the first-level cache
 constexpr int kUnroll = 4;       // vectors of 64 bytes per step
 template <typename T>
@@ -193,7 +192,7 @@ void logprobs_grad_row(const TokenLogprobsGradArgs& args, int64_t row) {
   constexpr int kBytes = kBytesOf<kKind>;
   const TokenLogprobsArgs& f = args.forward;
   const int64_t classes = f.logits.classes, begin = f.logits.begin(row);
-  char* const out = static_cast<char*>(args.grad_logits) + row * classes * kBytes;
+  char* const out = static_cast<char*>(args.grad_logits) + args.grad_begin(row) * kBytes;
   const auto upstream = [&](const void* grads) {
     return grads == nullptr ? T{0} : static_cast<const T*>(grads)[row];
   };
@@ -218,6 +217,11 @@ void logprobs_grad_row(const TokenLogprobsGradArgs& args, int64_t row) {
     std::memcpy(&logits, parts, sizeof(logits));
     return logits;
   };
+  // In place the logit of the token is gone once its row is written.
+  const int64_t token = f.tokens[row];
+  Vec<T> chosen = gradient_of(load_first_as<T>(f.logits.data, kKind, begin + token, 1));
+  chosen -= static_cast<T>(gradient.gamma);
+
   const auto some = [&](int64_t at, int n) {
     const Vec<T> logits = load_first_as<T>(f.logits.data, kKind, begin + at, n);
     store_first_as<T>(out, kKind, at, gradient_of(logits), n);
@@ -242,10 +246,6 @@ void logprobs_grad_row(const TokenLogprobsGradArgs& args, int64_t row) {
     store_first_as<T>(out, kKind, at, gradient_of(logits), kLanes<T>);
   }
   some(at, static_cast<int>(classes - at));
-
-  const int64_t token = f.tokens[row];
-  Vec<T> chosen = gradient_of(load_first_as<T>(f.logits.data, kKind, begin + token, 1));
-  chosen -= static_cast<T>(gradient.gamma);
   store_first_as<T>(out, kKind, token, chosen, 1);
 }
 

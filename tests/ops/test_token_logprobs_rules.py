@@ -353,7 +353,7 @@ def test_errors_name_op_argument_expected_got_and_remedy(impl: str) -> None:
         (r"token_logprobs: temperature must have the shape of tokens, \[2, 5\], got \[2\]", lambda: call(logits, tokens, temperature=torch.ones(2), impl=impl)),
         (r"token_logprobs: every temperature must be at least 1e-06, got 0; clamp it", lambda: call(logits, tokens, temperature=torch.zeros(2, 5), impl=impl)),
         (r"token_logprobs: temperature is a constant to the gradient", lambda: call(logits, tokens, temperature=torch.ones(2, 5, requires_grad=True), impl=impl)),
-            (r"token_logprobs: impl must be one of auto, .*, got 'eager'", lambda: call(logits, tokens, impl="eager")),
+        (r"token_logprobs: impl must be one of auto, .*, got 'eager'", lambda: call(logits, tokens, impl="eager")),
     ]  # fmt: skip
     for message, bad in cases:
         with pytest.raises(ValueError, match=message):

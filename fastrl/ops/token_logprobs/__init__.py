@@ -1,3 +1,3 @@
-from fastrl.ops.token_logprobs.api import LogProbs, token_logprobs
+from fastrl.ops.token_logprobs.api import LogProbs, token_logprobs, token_logprobs_
 
-__all__ = ["LogProbs", "token_logprobs"]
+__all__ = ["LogProbs", "token_logprobs", "token_logprobs_"]

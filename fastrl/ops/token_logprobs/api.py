@@ -47,7 +47,8 @@ def token_logprobs(
         logits: ``[..., V]``, float32, bfloat16, float16 or float64. A unit stride along V and rows at up to two strides,
             such as the slice ``logits[:, :-1]``, are read in place; other layouts are copied. ``-inf`` means impossible.
         tokens: ``[...]``, integers in ``[0, V)``. Positions that a loss ignores need some valid id too: their gradient
-            is zero when their upstream gradient is.
+            is zero when their upstream gradient is. Tokens on a GPU are not checked: one out of range gives its row
+            logp NaN, and a NaN gradient unless the upstream gradient of logp is zero.
         temperature: at least 1e-6, one number or a tensor shaped like ``tokens``; a constant to the gradient.
         entropy: compute the entropy as well.
         impl: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"triton"`` or ``"reference"``.
@@ -72,9 +73,85 @@ def token_logprobs(
     >>> fastrl.token_logprobs(logits, torch.tensor([1, 0]), entropy=True)
     LogProbs(logp=tensor([-0.6931, -0.5514]), entropy=tensor([0.6931, 0.9753]))
     """
+    return _token_logprobs(op.TokenLogprobsFunction, logits, tokens, temperature, entropy, impl)
+
+
+def token_logprobs_(
+    logits_: Tensor,
+    tokens: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    impl: str = "auto",
+) -> LogProbs:
+    r""":func:`token_logprobs` whose gradient is written over the logits: no second ``[..., V]`` buffer in the backward.
+
+    Args:
+        logits_: as in :func:`token_logprobs`; after the backward its memory holds the gradient. Contiguous, or up to three
+            dimensions with unit stride along V (a slice along time, say), no element twice. Not a leaf that requires
+            grad: its values would be lost.
+        tokens, temperature, entropy, impl: as in :func:`token_logprobs`. The reference, and ``torch.compile`` whatever
+            the implementation, allocate the gradient as usual.
+
+    Returns:
+        What :func:`token_logprobs` returns, bit for bit, and the same gradient.
+
+    Raises:
+        ValueError, TypeError: as for :func:`token_logprobs`, and for logits that cannot be overwritten.
+
+    Autograd's version counter is raised: a later backward through anything else that kept the logits (this op again, a
+    second loss, a softcap's ``tanh``) raises instead of using the gradient for logits. One backward, no retained graph.
+
+    >>> hidden = torch.zeros(1, 2, requires_grad=True)
+    >>> logits = hidden * 1.0
+    >>> fastrl.token_logprobs_(logits, torch.tensor([0])).logp.sum().backward()
+    >>> hidden.grad, logits.detach()
+    (tensor([[ 0.5000, -0.5000]]), tensor([[ 0.5000, -0.5000]]))
+    """
+    _checks.floating("token_logprobs", "logits", logits_)
+    if not logits_.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        function = op.TokenLogprobsFunction
+    else:
+        _check_overwritable(logits_)
+        function = op.TokenLogprobsInplaceFunction
+    return _token_logprobs(function, logits_, tokens, temperature, entropy, impl)
+
+
+def _check_overwritable(logits: Tensor) -> None:
+    if logits.is_leaf:
+        raise ArgumentError(
+            "token_logprobs_: logits_ must be the result of an operation, got a leaf that requires grad, whose values "
+            "the gradient would replace; use token_logprobs"
+        )
+    extent, overlaps = 1, False
+    for stride, size in sorted(zip(logits.stride(), logits.shape)):
+        if size > 1:
+            overlaps |= stride < extent
+            extent = stride * size
+    reads_in_place = logits.dim() <= 3 and (
+        logits.shape[-1:] == (1,) or logits.stride()[-1:] == (1,)
+    )
+    if overlaps or not (reads_in_place or logits.is_contiguous()):
+        raise ArgumentError(
+            "token_logprobs_: logits_ must be contiguous, or have at most three dimensions, unit stride along V and no "
+            f"element twice, got shape {list(logits.shape)} and strides {list(logits.stride())}; use token_logprobs"
+        )
+
+
+def _token_logprobs(
+    function: type[op.TokenLogprobsFunction],
+    logits: Tensor,
+    tokens: Tensor,
+    temperature: float | Tensor,
+    entropy: bool,
+    impl: str,
+) -> LogProbs:
     _checks.floating("token_logprobs", "logits", logits)
     _checks.is_tensor("token_logprobs", "tokens", tokens)
-    implementation = _backends.resolve("token_logprobs", impl, logits.device)
+    operator = (
+        "token_logprobs" if function is op.TokenLogprobsFunction else "token_logprobs_backward_"
+    )
+    implementation = _backends.resolve(operator, impl, logits.device)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ArgumentError(
             f"token_logprobs: logits must be [..., V] with V >= 1, got {list(logits.shape)}; "
@@ -100,17 +177,17 @@ def token_logprobs(
             "token_logprobs", "temperature", temperature, low=MIN_TEMPERATURE
         )
 
+    if implementation != "cpu" and not torch.compiler.is_compiling():
+        _check_range(tokens, logits.shape[-1])
     if implementation == "reference":
-        if not torch.compiler.is_compiling():
-            _check_range(tokens, logits.shape[-1])
         by = temperature if temperatures is None else temperatures
         return LogProbs(*token_logprobs_reference(logits, tokens, by, entropy))
     arguments = (logits, tokens, temperatures, temperature, entropy)
     if torch.compiler.is_compiling():
-        logp, entropies = _run(implementation, arguments)
+        logp, entropies = _run(function, implementation, arguments)
     else:
         try:
-            logp, entropies = _run(implementation, arguments)
+            logp, entropies = _run(function, implementation, arguments)
         except RuntimeError:
             _check_range(tokens, logits.shape[-1])  # the kernel checks too; this says it better
             raise
@@ -118,10 +195,12 @@ def token_logprobs(
 
 
 def _run(
-    implementation: str, arguments: tuple[Tensor, Tensor, Tensor | None, float, bool]
+    function: type[op.TokenLogprobsFunction],
+    implementation: str,
+    arguments: tuple[Tensor, Tensor, Tensor | None, float, bool],
 ) -> tuple[Tensor, Tensor]:
     if arguments[0].requires_grad and torch.is_grad_enabled():
-        logp, entropies = op.TokenLogprobsFunction.apply(*arguments, implementation)
+        logp, entropies = function.apply(*arguments, implementation)
     else:
         logp, entropies, _ = op.token_logprobs_op[implementation](*arguments)
     return logp, entropies

@@ -43,6 +43,13 @@ token_logprobs_backward_op = _library.define(
     "float temperature, Tensor statistics) -> Tensor",
     _fake_backward,
 )
+# Writes the gradient over the logits.
+token_logprobs_backward_inplace_op = _library.define(
+    "token_logprobs_backward_",
+    "(Tensor? grad_logp, Tensor? grad_entropy, Tensor(a!) logits, Tensor tokens, Tensor? temperatures, "
+    "float temperature, Tensor statistics) -> ()",
+    lambda *_: None,
+)
 
 
 class TokenLogprobsFunction(torch.autograd.Function):
@@ -79,3 +86,22 @@ class TokenLogprobsFunction(torch.autograd.Function):
             *(logits, tokens, temperatures, ctx.temperature, statistics),
         )
         return grad_logits, None, None, None, None, None
+
+
+class TokenLogprobsInplaceFunction(TokenLogprobsFunction):
+    """The same; the gradient replaces the logits, and whoever saved them for a later backward gets an error there."""
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Any, ...]:
+        logits, tokens, temperatures, statistics = ctx.saved_tensors
+        gradient = logits.detach()
+        token_logprobs_backward_inplace_op[ctx.impl](
+            grad_logp,
+            grad_entropy if ctx.has_entropy else None,
+            *(gradient, tokens, temperatures, ctx.temperature, statistics),
+        )
+        torch.autograd.graph.increment_version(logits)
+        return gradient, None, None, None, None, None
