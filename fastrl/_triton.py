@@ -23,14 +23,22 @@ TILE = 512
 _AUTOTUNE = os.environ.get("FASTRL_TRITON_AUTOTUNE") == "1"
 
 
-def jit(kernel: Callable[..., Any]) -> Any:
-    """``triton.jit`` for kernels that compile once: no number and no alignment of a pointer is part of the key."""
-    parameters = inspect.signature(kernel).parameters.values()
-    run_time = [p for p in parameters if "constexpr" not in str(p.annotation)]
-    return triton.jit(
-        do_not_specialize=[p.name for p in run_time if p.annotation is not p.empty],
-        do_not_specialize_on_alignment=[p.name for p in run_time if p.annotation is p.empty],
-    )(kernel)
+def jit_aligned(*aligned: str) -> Callable[[Callable[..., Any]], Any]:
+    """``triton.jit`` for kernels that compile once: numbers and the alignment of pointers but ``aligned`` are no key."""
+
+    def decorate(kernel: Callable[..., Any]) -> Any:
+        parameters = inspect.signature(kernel).parameters.values()
+        run_time = [p for p in parameters if "constexpr" not in str(p.annotation)]
+        pointers = [p.name for p in run_time if p.annotation is p.empty]
+        return triton.jit(
+            do_not_specialize=[p.name for p in run_time if p.annotation is not p.empty],
+            do_not_specialize_on_alignment=[name for name in pointers if name not in aligned],
+        )(kernel)
+
+    return decorate
+
+
+jit = jit_aligned()
 
 
 def launch(

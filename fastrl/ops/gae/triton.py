@@ -234,7 +234,7 @@ def _result(like: Tensor) -> Tensor:
 
 def gae(rewards: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     advantages, returns = _result(rewards), _result(rewards)
-    gae_out(rewards, *others, advantages, returns)
+    gae_out(*(rewards, *others, advantages, returns))
     return advantages, returns
 
 
