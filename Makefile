@@ -4,7 +4,10 @@
 PYTHON ?= python3
 # The torch to use; set TORCH to another requirement, e.g. make test TORCH=torch==2.12.0
 TORCH ?= torch==2.13.0
-EXTRAS ?= train,bench,peers,dev
+EXTRAS ?= triton,train,bench,peers,dev
+
+# Tests of the ops that have Triton kernels, interpreted on CPU in a process of their own.
+IN_TRITON := $(addprefix tests/ops/test_,affine_scan.py gae.py token_logprobs.py token_logprobs_rules.py)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,6 +26,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest
 	FASTRL_CUDA_ON_HOST=checked $(BIN)/python -m pytest tests/ops -q --impl=cuda-on-host
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest --impl=triton $(IN_TRITON)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.run

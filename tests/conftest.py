@@ -31,6 +31,10 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             "--impl=triton needs triton and TRITON_INTERPRET=1 in the environment"
         )
+    if config.getoption("--impl") == "triton":
+        from tests import interpreter
+
+        interpreter.speed_up_scans()
     if config.getoption("--impl") == "cuda-on-host":
         from tests.cuda_on_host import library
 

@@ -255,7 +255,10 @@ def test_rule_5_same_bits_whether_results_bypass_the_caches(impl: str) -> None:
     rewards, values = inputs((258, 8195))
     mask = torch.rand(rewards.shape) < 0.9
     options = {"gamma": 0.99, "lam": 0.95, "impl": impl}
-    if impl == "reference":  # thousands of steps, and it has one kind of store
+    if impl in (
+        "reference",
+        "triton",
+    ):  # thousands of steps or tiles to interpret, and one kind of store
         rewards, values, mask = (x[:, :64] for x in (rewards, values, mask))
     whole = fastrl.gae(rewards, values, mask, **options)
     halves = [fastrl.gae(*(x[i::2] for x in (rewards, values, mask)), **options) for i in (0, 1)]

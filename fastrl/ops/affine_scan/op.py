@@ -44,6 +44,10 @@ affine_scan_backward_op = _library.define(
 )
 
 
+for _name in ("affine_scan", "affine_scan_backward"):
+    _library.implement_in_triton(_name, "fastrl.ops.affine_scan.triton")
+
+
 class AffineScanFunction(torch.autograd.Function):
     """First-order gradients with respect to a, b and initial."""
 

@@ -27,6 +27,9 @@ discounted_returns_op = _library.define(
 )
 
 
+_library.implement_in_triton("discounted_returns", "fastrl.ops.gae.triton")
+
+
 class DiscountedReturnsFunction(torch.autograd.Function):
     """First-order gradients with respect to rewards and bootstrap."""
 

@@ -60,6 +60,10 @@ gae_backward_op = _library.define(
 )
 
 
+for _name in ("gae", "gae_out", "gae_backward"):
+    _library.implement_in_triton(_name, "fastrl.ops.gae.triton")
+
+
 class Options(NamedTuple):
     """What does not take part in differentiation, in the order of the schema."""
 

@@ -182,6 +182,8 @@ def _token_logprobs(
     if implementation == "reference":
         by = temperature if temperatures is None else temperatures
         return LogProbs(*token_logprobs_reference(logits, tokens, by, entropy))
+    if implementation == "triton" and not torch.compiler.is_compiling():
+        _check_range(tokens, logits.shape[-1])  # its kernels give NaN for a token out of range
     arguments = (logits, tokens, temperatures, temperature, entropy)
     if torch.compiler.is_compiling():
         logp, entropies = _run(function, implementation, arguments)

@@ -52,6 +52,10 @@ token_logprobs_backward_inplace_op = _library.define(
 )
 
 
+for _name in ("token_logprobs", "token_logprobs_backward"):
+    _library.implement_in_triton(_name, "fastrl.ops.token_logprobs.triton")
+
+
 class TokenLogprobsFunction(torch.autograd.Function):
     """First-order gradient with respect to the logits; the entropy is an empty tensor unless asked for."""
 

@@ -1,0 +1,293 @@
+"""Generalised advantage estimation and its adjoint in Triton: a program walks its rows a tile at a time.
+
+Tiles start at the last valid token, in the adjoint, which runs the other way, at the first one: so a row gives the same
+bits with any amount of padding, on either side, and packed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastrl import _triton
+from fastrl._library import result_dtype
+from fastrl._triton import before, edge, first_valid, last_valid_end, scan, spans
+
+_CARRY, _ZERO_STEP, _IGNORE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _factor(decay, is_step, kept):
+    """What the running value is multiplied by: 1 where there is no step, 0 behind the end of an episode."""
+    return tl.where(is_step, tl.where(kept, decay, 0), 1)
+
+
+@_triton.jit
+def gae_kernel(
+    rewards, values, mask, dones, bootstrap, lam_rows, cu_seqlens, advantages, returns,
+    num_rows: tl.int64, length: tl.int64, reward_stride: tl.int64, value_stride: tl.int64, mask_stride: tl.int64,
+    done_stride: tl.int64, out_stride: tl.int64, gamma: tl.float64, lam: tl.float64, returns_lam: tl.float64,
+    HOLES: tl.constexpr, FILL_CARRY: tl.constexpr, TWO_LAMBDAS: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    start, size = spans(cu_seqlens, row, num_rows, length)
+    lane = tl.arange(0, BLOCK)[None, :]
+    reward_row = rewards + (start + row * reward_stride)[:, None]
+    advantage_row = advantages + (start + row * out_stride)[:, None]
+    if values is not None:
+        value_row = values + (start + row * value_stride)[:, None]
+        return_row = returns + (start + row * out_stride)[:, None]
+    if dones is not None:
+        done_row = dones + (start + row * done_stride)[:, None]
+
+    end = size
+    if mask is not None:
+        mask_row = mask + (start + row * mask_stride)[:, None]
+        # Padding on the right changes no state unless it bootstraps through steps of its own.
+        if HOLES == _CARRY or (HOLES == _ZERO_STEP and bootstrap is None):
+            end = last_valid_end(mask_row, size, BLOCK)
+            for tile in range(tl.cdiv(tl.max(size - end, 0), BLOCK)):
+                column = (end + tile * BLOCK)[:, None] + lane
+                inside = column < size[:, None]
+                nothing = tl.zeros([ROWS, BLOCK], T)
+                tl.store(advantage_row + column, nothing, mask=inside)
+                if values is not None:
+                    shown = nothing
+                    if FILL_CARRY and HOLES == _CARRY:
+                        shown = tl.load(value_row + column, mask=inside, other=0).to(T)
+                    tl.store(return_row + column, shown, mask=inside)
+
+    gammas = tl.full([ROWS, 1], gamma, T)
+    if lam_rows is not None:
+        decay = gammas * tl.load(lam_rows + row, mask=row < num_rows, other=0)[:, None]
+    else:
+        decay = gammas * tl.full([ROWS, 1], lam, T)
+    second_decay = gammas * tl.full([ROWS, 1], returns_lam, T)
+    following = tl.zeros([ROWS, 1], T)
+    if bootstrap is not None:
+        following = tl.load(bootstrap + row, mask=row < num_rows, other=0)[:, None]
+    carry, second_carry = tl.zeros([ROWS, 1], T), tl.zeros([ROWS, 1], T)
+    if values is None:  # the return itself is carried, and the bootstrap enters it once
+        carry = following
+
+    for tile in range(tl.cdiv(tl.max(end, 0), BLOCK)):
+        column = (end - (tile + 1) * BLOCK)[:, None] + lane
+        inside = column >= 0
+        valid = inside
+        if mask is not None:
+            valid = tl.load(mask_row + column, mask=inside, other=0) != 0
+        is_read = inside if HOLES == _IGNORE else valid
+        is_step = valid if HOLES == _CARRY else inside
+        kept = is_step
+        if dones is not None:
+            kept = is_step & (tl.load(done_row + column, mask=is_read, other=0) == 0)
+        delta = tl.load(reward_row + column, mask=is_read, other=0).to(T)
+        if values is not None:
+            is_shown = inside if FILL_CARRY and HOLES == _CARRY else is_read
+            shown = tl.load(value_row + column, mask=is_shown, other=0).to(T)
+            value = tl.where(is_read, shown, 0)
+            next_value, following = before(is_step, value, following, REVERSE=True)
+            delta = (delta + gammas * tl.where(kept, next_value, 0)) - value
+        delta = tl.where(is_step, delta, 0)
+        advantage = scan(_factor(decay, is_step, kept), delta, carry, REVERSE=True)
+        carry = edge(advantage, REVERSE=True)
+        if values is not None:
+            result = advantage
+            if TWO_LAMBDAS:
+                result = scan(
+                    _factor(second_decay, is_step, kept), delta, second_carry, REVERSE=True
+                )
+                second_carry = edge(result, REVERSE=True)
+            result += shown
+            if not FILL_CARRY:
+                result = tl.where(valid, result, 0)
+            tl.store(return_row + column, result, mask=inside)
+        if not FILL_CARRY:
+            advantage = tl.where(valid, advantage, 0)
+        tl.store(advantage_row + column, advantage, mask=inside)
+
+
+# Left to right over the same steps:
+#   u_t = gA_t + c u_{t-1},  w_t = gR_t + c' w_{t-1},  d_t = u_t + w_t  (the gradient of delta_t)
+#   grad r_t = d_t,  grad V_t = gR_t - d_t + gamma d_{t-1},  grad bootstrap = gamma d_last
+# with c, c' and gamma replaced by 0 across the end of an episode.
+@_triton.jit
+def gae_backward_kernel(
+    grad_advantages, grad_returns, mask, dones, lam_rows, cu_seqlens, grad_rewards, grad_values, grad_bootstrap,
+    num_rows: tl.int64, length: tl.int64, advantage_stride: tl.int64, return_stride: tl.int64, mask_stride: tl.int64,
+    done_stride: tl.int64, out_stride: tl.int64, gamma: tl.float64, lam: tl.float64, returns_lam: tl.float64,
+    HOLES: tl.constexpr, TWO_LAMBDAS: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    start, size = spans(cu_seqlens, row, num_rows, length)
+    lane = tl.arange(0, BLOCK)[None, :]
+    advantage_row = grad_advantages + (start + row * advantage_stride)[:, None]
+    out_row = (start + row * out_stride)[:, None]
+    if grad_returns is not None:
+        return_row = grad_returns + (start + row * return_stride)[:, None]
+    if dones is not None:
+        done_row = dones + (start + row * done_stride)[:, None]
+
+    first = tl.zeros_like(size)
+    if mask is not None:
+        mask_row = mask + (start + row * mask_stride)[:, None]
+        if HOLES != _IGNORE:  # no gradient enters a hole, and none is there yet
+            first = first_valid(mask_row, size, BLOCK)
+            for tile in range(tl.cdiv(tl.max(first, 0), BLOCK)):
+                column = tile * BLOCK + lane
+                outside = column < first[:, None]
+                nothing = tl.zeros([ROWS, BLOCK], T)
+                tl.store(grad_rewards + out_row + column, nothing, mask=outside)
+                if grad_returns is not None:
+                    tl.store(grad_values + out_row + column, nothing, mask=outside)
+
+    gammas = tl.full([ROWS, 1], gamma, T)
+    if lam_rows is not None:
+        decay = gammas * tl.load(lam_rows + row, mask=row < num_rows, other=0)[:, None]
+    else:
+        decay = gammas * tl.full([ROWS, 1], lam, T)
+    second_decay = gammas * tl.full([ROWS, 1], returns_lam, T)
+    # Of the last step to the left: whether the episode goes on behind it, its gradients, and their sum.
+    goes_on, last = tl.zeros([ROWS, 1], T), tl.zeros([ROWS, 1], T)
+    carry, second_carry = tl.zeros([ROWS, 1], T), tl.zeros([ROWS, 1], T)
+
+    for tile in range(tl.cdiv(tl.max(size - first, 0), BLOCK)):
+        column = (first + tile * BLOCK)[:, None] + lane
+        inside = column < size[:, None]
+        valid = inside
+        if mask is not None:
+            valid = tl.load(mask_row + column, mask=inside, other=0) != 0
+        is_read = inside if HOLES == _IGNORE else valid
+        is_step = valid if HOLES == _CARRY else inside
+        kept = is_step
+        if dones is not None:
+            kept = is_step & (tl.load(done_row + column, mask=is_read, other=0) == 0)
+        kept, goes_on = before(is_step, kept.to(T), goes_on, REVERSE=False)
+        delta = tl.load(advantage_row + column, mask=valid, other=0).to(T)
+        if grad_returns is not None:
+            of_return = tl.load(return_row + column, mask=valid, other=0).to(T)
+            if not TWO_LAMBDAS:
+                delta += of_return
+        delta = scan(_factor(decay, is_step, kept != 0), delta, carry, REVERSE=False)
+        carry = edge(delta, REVERSE=False)
+        if TWO_LAMBDAS:
+            second = scan(
+                _factor(second_decay, is_step, kept != 0), of_return, second_carry, REVERSE=False
+            )
+            second_carry = edge(second, REVERSE=False)
+            delta += second
+        tl.store(grad_rewards + out_row + column, tl.where(is_read, delta, 0), mask=inside)
+        delta_before, last = before(is_step, delta, last, REVERSE=False)
+        if grad_returns is not None:
+            of_value = of_return - delta + gammas * kept * delta_before
+            tl.store(grad_values + out_row + column, tl.where(is_read, of_value, 0), mask=inside)
+    tl.store(grad_bootstrap + row[:, None], goes_on * gammas * last, mask=(row < num_rows)[:, None])
+
+
+def gae_out(
+    rewards: Tensor,
+    values: Tensor | None,
+    mask: Tensor | None,
+    dones: Tensor | None,
+    bootstrap: Tensor | None,
+    lam_rows: Tensor | None,
+    cu_seqlens: Tensor | None,
+    gamma: float,
+    lam: float,
+    returns_lam: float,
+    holes: int,
+    fill_carry: bool,
+    advantages: Tensor,
+    returns: Tensor | None,
+) -> None:
+    inputs = [_triton.unit_stride(rewards), _triton.unit_stride(values)]
+    inputs += [_triton.mask_rows(mask), _triton.mask_rows(dones)]
+    per_row = [None if x is None else x.contiguous() for x in (bootstrap, lam_rows, cu_seqlens)]
+    rows, block = _triton.tile_shape(rewards, cu_seqlens)
+    num_rows = _triton.num_rows(rewards, cu_seqlens)
+    _triton.launch(
+        gae_kernel,
+        (triton.cdiv(num_rows, rows),),
+        *(*inputs, *per_row, advantages, returns, num_rows, rewards.shape[-1]),
+        *map(_triton.row_stride, (*inputs, advantages)),
+        *(gamma, lam, returns_lam),
+        HOLES=holes if mask is not None else _IGNORE.value,
+        FILL_CARRY=fill_carry and mask is not None,
+        TWO_LAMBDAS=values is not None and _has_two(lam_rows, lam, returns_lam),
+        T=_triton.compute_type(rewards.dtype),
+        ROWS=rows,
+        BLOCK=block,
+    )
+
+
+def _has_two(lam_rows: Tensor | None, lam: float, returns_lam: float) -> bool:
+    return returns_lam >= 0 and (lam_rows is not None or returns_lam != lam)
+
+
+def _result(like: Tensor) -> Tensor:
+    return like.new_empty(like.shape, dtype=result_dtype(like.dtype))
+
+
+def gae(rewards: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    advantages, returns = _result(rewards), _result(rewards)
+    gae_out(*(rewards, *others, advantages, returns))
+    return advantages, returns
+
+
+def discounted_returns(
+    rewards: Tensor,
+    mask: Tensor | None,
+    dones: Tensor | None,
+    bootstrap: Tensor | None,
+    cu_seqlens: Tensor | None,
+    gamma: float,
+    holes: int,
+    fill_carry: bool,
+) -> Tensor:
+    out = _result(rewards)
+    gae_out(
+        *(rewards, None, mask, dones, bootstrap, None, cu_seqlens, gamma, 1.0, -1.0),
+        *(holes, fill_carry, out, None),
+    )
+    return out
+
+
+def gae_backward(
+    grad_advantages: Tensor,
+    grad_returns: Tensor | None,
+    mask: Tensor | None,
+    dones: Tensor | None,
+    lam_rows: Tensor | None,
+    cu_seqlens: Tensor | None,
+    gamma: float,
+    lam: float,
+    returns_lam: float,
+    holes: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """grad_values is empty for discounted returns, which have none; grad_bootstrap has one element per row."""
+    inputs = [_triton.unit_stride(grad_advantages), _triton.unit_stride(grad_returns)]
+    inputs += [_triton.mask_rows(mask), _triton.mask_rows(dones)]
+    per_row = [None if x is None else x.contiguous() for x in (lam_rows, cu_seqlens)]
+    rows, block = _triton.tile_shape(grad_advantages, cu_seqlens)
+    num_rows = _triton.num_rows(grad_advantages, cu_seqlens)
+    grad_rewards = _result(grad_advantages)
+    grad_values = grad_rewards.new_empty(grad_rewards.shape if grad_returns is not None else (0,))
+    grad_bootstrap = grad_rewards.new_empty((num_rows,))
+    _triton.launch(
+        gae_backward_kernel,
+        (triton.cdiv(num_rows, rows),),
+        *(*inputs, *per_row, grad_rewards, grad_values, grad_bootstrap),
+        *(num_rows, grad_advantages.shape[-1]),
+        *map(_triton.row_stride, (*inputs, grad_rewards)),
+        *(gamma, lam, returns_lam),
+        HOLES=holes if mask is not None else _IGNORE.value,
+        TWO_LAMBDAS=grad_returns is not None and _has_two(lam_rows, lam, returns_lam),
+        T=_triton.compute_type(grad_advantages.dtype),
+        ROWS=rows,
+        BLOCK=block,
+    )
+    return grad_rewards, grad_values, grad_bootstrap
