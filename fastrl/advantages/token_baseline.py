@@ -85,8 +85,11 @@ def optimal_token_baseline(
     size = size.index_add(0, ids, counted.long())
     has_baseline = (size > 1)[ids].unsqueeze(1)
     if zero_tail and num_rows:
-        longest, second = two_largest(torch.where(counted, lengths, -1).double(), ids)
+        counts = torch.where(counted, lengths, -1).double()
+        longest, second = two_largest(counts, ids)
         start = torch.full((num_rows,), length, dtype=torch.float64, device=ids.device)
+        # Two longest trajectories of one length share their tail, even where holes move it behind that length.
+        second = torch.where(second < counts[longest], second, length)
         start = start.index_copy(0, longest, second)
         has_baseline = has_baseline & (column < start.unsqueeze(1))
     shared = torch.where(has_baseline, baseline[cells], 0.0).to(returns.dtype)
