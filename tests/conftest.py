@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from fastrl import _library
-
-# verl loads the plugin of an installed fastrl by itself; here its own functions are the oracle.
-os.environ.setdefault("FASTRL_VERL", "0")
 
 
 def built_capabilities() -> list[str]:
