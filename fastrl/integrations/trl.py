@@ -23,7 +23,7 @@ from fastrl.surrogates import off_policy_mask
 
 PACKAGE = "trl"
 TESTED = ("1.16.0",)
-_CHUNK_BYTES = 64 << 20
+_CHUNK_BYTES = 128 << 20
 
 _patch.check_version(PACKAGE, TESTED)
 
@@ -38,7 +38,8 @@ else:
 
 
 class _ChunkedHead:
-    """Stands in for TRL's ``ChunkedLogProbFunction``: chunks of rows through the lm_head, logits made again for the gradient."""
+    """Stands in for TRL's ``ChunkedLogProbFunction``: chunks of rows through the lm_head, logits of all but a
+    single chunk made again for the gradient."""
 
     def __init__(self, original: Any) -> None:
         self._original = original
@@ -74,9 +75,11 @@ class _ChunkedHead:
             return out.logp, out.entropy
 
         rows_at_once = max(1, _CHUNK_BYTES // (4 * weight.shape[0]))
+        # A single chunk keeps its logits: they are within the budget, and making them again costs a product.
+        recompute = torch.is_grad_enabled() and hidden.shape[0] > rows_at_once
         parts = []
         for rows, tokens in zip(hidden.split(rows_at_once), targets.split(rows_at_once)):
-            if torch.is_grad_enabled():
+            if recompute:
                 parts.append(checkpoint(head, rows, tokens, use_reentrant=False))
             else:
                 parts.append(head(rows, tokens))
