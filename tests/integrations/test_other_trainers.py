@@ -15,6 +15,8 @@ from torch import Tensor
 
 import fastrl
 from fastrl import surrogates as sur
+from fastrl.integrations import skyrl as integration
+from fastrl.presets import skyrl as skyrl_preset
 from tests.helpers import leaf
 from tests.integrations.peers import _bare, load
 from tests.integrations.test_verl_groups import rollout
@@ -80,28 +82,62 @@ def test_skyrl_losses(skyrl: Any, kind: str) -> None:
     cfg = skyrl_config(policy_loss_type=kind)
     data = data._replace(old_logp=data.old_logp.clamp(max=-0.01))  # a probability, for the KL
     theirs, ours = leaf(data.logp), leaf(data.logp)
-    common: dict[str, Any] = {"agg": "token_sum"}
     rest = (data.old_logp, data.advantages, mask)
-    if kind in ("regular", "dual_clip"):
-        expected, metrics = skyrl.ppo_policy_loss(theirs, *rest[:2], cfg, mask)
-        dual = cfg.clip_ratio_c if kind == "dual_clip" else None
-        out = fastrl.policy_loss(ours, *rest, clip_high=0.3, dual_clip=dual, **common)
-        got = out.loss
-        share = float(out.named()["clipped"] / out.named()["tokens"])
-        assert share == pytest.approx(metrics["clip_ratio"], abs=1e-6)
-    elif kind == "sapo":
-        expected, _ = skyrl.sapo_policy_loss(theirs, *rest[:2], cfg, mask)
-        got = sur.sapo_loss(ours, *rest, **common).loss
-    else:
+    function = "ppo_policy_loss" if kind in ("regular", "dual_clip") else "dppo_policy_loss"
+    function = "sapo_policy_loss" if kind == "sapo" else function
+    if function == "dppo_policy_loss":
         cfg.dppo.dppo_type = kind
-        expected, _ = skyrl.dppo_policy_loss(theirs, *rest[:2], cfg, mask)
-        got = sur.dppo_loss(
-            *(ours, *rest), divergence=kind[-2:], low=0.1, high=0.2, through_ratio=True, **common
-        ).loss
+    expected, metrics = getattr(skyrl, function)(theirs, *rest[:2], cfg, mask)
+    got, ours_metrics = getattr(skyrl_preset, function)(ours, *rest[:2], cfg, mask)
+    assert float(ours_metrics["clip_ratio"]) == pytest.approx(metrics["clip_ratio"], abs=1e-6)
     torch.autograd.backward([got, expected])
     close(got.detach(), expected.detach())
     assert theirs.grad is not None
     close(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["gae", "grpo", "rloo", "maxrl"])
+def test_skyrl_registered_estimators(skyrl: Any, name: str) -> None:
+    """Through the registry, after a trip through pickle as to a Ray worker."""
+    import cloudpickle
+
+    rewards, mask, labels = rollout()
+    rewards = rewards.abs()
+    arguments = {
+        "token_level_rewards": rewards, "response_mask": mask, "index": labels, "values": torch.randn_like(rewards),
+        "config": None, "gamma": 0.9, "lambd": 0.8, "grpo_norm_by_std": True,
+    }  # fmt: skip
+    expected = skyrl.AdvantageEstimatorRegistry._functions[name](**arguments)
+    integration.install()
+    try:
+        registered = skyrl.AdvantageEstimatorRegistry._functions[f"fastrl_{name}"]
+        got = cloudpickle.loads(cloudpickle.dumps(registered))(**arguments)
+    finally:
+        integration.uninstall()
+    for ours, theirs in zip(got, expected):
+        close(ours, theirs, mask)
+    assert f"fastrl_{name}" not in skyrl.AdvantageEstimatorRegistry._functions
+
+
+@pytest.mark.parametrize("name", ["regular", "dual_clip"])
+def test_skyrl_registered_losses(skyrl: Any, name: str) -> None:
+    data, mask = batch(SHAPE), (torch.rand(SHAPE) < 0.7).float()
+    results = []
+    for ours in (False, True):
+        logp = leaf(data.logp)
+        if ours:
+            integration.install()
+        try:
+            loss = skyrl.PolicyLossRegistry._functions[name]
+            value, metrics = loss(
+                *(logp, data.old_logp, data.advantages), skyrl_config(policy_loss_type=name), mask
+            )
+        finally:
+            integration.uninstall()
+        value.backward()
+        results.append((value.detach(), logp.grad, torch.tensor(float(metrics["clip_ratio"]))))
+    for got, expected in zip(results[1], results[0]):
+        close(got, expected)
 
 
 @pytest.fixture(scope="module")
