@@ -39,8 +39,12 @@ def _empty(name: str) -> ModuleType:
 
 
 def load(name: str, bare: tuple[str, ...], empty: tuple[str, ...]) -> Any:
-    """Import module ``name``; skip with the reason when it cannot be."""
-    for make, names in ((_bare, bare), (_empty, empty)):
+    """Import module ``name``; skip with the reason when it cannot be.
+
+    The bare parents stay in ``sys.modules``. What stood in for absent packages does not: others look for those.
+    """
+    stand_ins = [each for each in empty if each not in sys.modules]
+    for make, names in ((_bare, bare), (_empty, stand_ins)):
         for each in names:
             if each not in sys.modules:
                 sys.modules[each] = make(each)
@@ -48,3 +52,6 @@ def load(name: str, bare: tuple[str, ...], empty: tuple[str, ...]) -> Any:
         return importlib.import_module(name)
     except Exception as error:  # a peer may fail in any way while it is imported
         pytest.skip(f"{name} cannot be imported here: {error}")
+    finally:
+        for each in stand_ins:
+            del sys.modules[each]

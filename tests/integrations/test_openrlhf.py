@@ -19,6 +19,7 @@ from tests.ops.losses import batch
 
 SHAPE = (5, 40)
 _BARE = ("openrlhf", "openrlhf.models")
+# Absent on a machine without a GPU; the functions under test use none of them.
 _ABSENT = (
     "deepspeed",
     "flash_attn",
