@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from functools import cache
 from importlib import import_module, metadata
 from types import ModuleType
+
+# verl would load the plugin of an installed fastrl and be compared with itself.
+os.environ.setdefault("FASTRL_VERL", "0")
 
 
 class MissingPeer(Exception):

@@ -1,0 +1,9 @@
+"""Real trainers running on fastrl: ``from fastrl.integrations import verl; verl.install()``.
+
+Each names the versions it was tested with and refuses others; ``FASTRL_UNCHECKED_VERSIONS=1`` lets them through.
+:func:`report` says what was replaced in this process.
+"""
+
+from fastrl.integrations._patch import report
+
+__all__ = ["report"]

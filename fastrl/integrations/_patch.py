@@ -1,0 +1,79 @@
+"""Replacing functions of other packages: by version, once, on the record, and reversibly."""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+from typing import Any, NamedTuple
+
+from fastrl.errors import FastrlError
+
+
+class VersionError(FastrlError, ImportError):
+    """A trainer is missing, or in a version that the integration was not tested with."""
+
+
+class Replaced(NamedTuple):
+    """One name that now leads to fastrl; ``original`` is None for one that was added."""
+
+    package: str
+    name: str
+    owner: Any
+    key: str
+    original: Any
+    is_mapping: bool
+
+
+_replaced: list[Replaced] = []
+
+
+def check_version(package: str, tested: tuple[str, ...]) -> None:
+    """Refuse a version of ``package`` that was not tested, unless FASTRL_UNCHECKED_VERSIONS=1."""
+    try:
+        found = metadata.version(package)
+    except metadata.PackageNotFoundError as error:
+        raise VersionError(
+            f"fastrl.integrations: {package} must be installed, in version {' or '.join(tested)}; "
+            f"pip install {package}=={tested[-1]}"
+        ) from error
+    if found not in tested and os.environ.get("FASTRL_UNCHECKED_VERSIONS") != "1":
+        raise VersionError(
+            f"fastrl.integrations: {package} must be {' or '.join(tested)}, the versions this was tested with, "
+            f"got {found}; set FASTRL_UNCHECKED_VERSIONS=1 to run it all the same"
+        )
+
+
+def replace(package: str, owner: Any, key: str, new: Any) -> None:
+    """Set ``owner.key``, or ``owner[key]`` of a dict, to ``new`` and remember what stood there."""
+    is_mapping = isinstance(owner, dict)
+    old = owner.get(key) if is_mapping else getattr(owner, key)
+    if old is new:
+        return
+    name = f"{getattr(owner, '__name__', package)}.{key}"
+    if is_mapping:
+        name = f"{package} registry: {key}"
+        owner[key] = new
+    else:
+        setattr(owner, key, new)
+    _replaced.append(Replaced(package, name, owner, key, old, is_mapping))
+
+
+def restore(package: str) -> None:
+    """Put back everything of ``package`` that :func:`replace` has set, last first."""
+    for item in [r for r in reversed(_replaced) if r.package == package]:
+        if not item.is_mapping:
+            setattr(item.owner, item.key, item.original)
+        elif item.original is None:
+            item.owner.pop(item.key, None)
+        else:
+            item.owner[item.key] = item.original
+        _replaced.remove(item)
+
+
+def report() -> list[str]:
+    """What leads to fastrl in this process, one line each, in the order in which it was replaced.
+
+    >>> report()
+    []
+    """
+    return [f"{item.package}: {item.name}" for item in _replaced]

@@ -1,0 +1,274 @@
+"""Trainers without a preset: SkyRL, AReaL and torchrl by their own functions, the others by the formulas of their sources."""
+
+from __future__ import annotations
+
+import ast
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import fastrl
+from fastrl import surrogates as sur
+from fastrl.integrations import skyrl as integration
+from fastrl.presets import skyrl as skyrl_preset
+from tests.helpers import leaf
+from tests.integrations.peers import _bare, load
+from tests.integrations.test_verl_groups import rollout
+from tests.ops.losses import batch
+
+SHAPE = (5, 30)
+
+
+def close(got: Tensor, expected: Tensor, mask: Tensor | None = None) -> None:
+    if mask is not None:
+        expected = torch.where(mask != 0, expected, 0.0)
+    torch.testing.assert_close(got, expected.to(got.dtype), atol=3e-5, rtol=3e-5)
+
+
+@pytest.fixture(scope="module")
+def skyrl() -> Any:
+    root = "skyrl.backends.skyrl_train"
+    bare = ("skyrl", "skyrl.backends", root, f"{root}.utils", "skyrl.train")
+    return load(f"{root}.utils.ppo_utils", bare, ("skyrl.train.config",))
+
+
+def test_skyrl_advantages(skyrl: Any) -> None:
+    rewards, mask, labels = rollout()
+    expected, _ = skyrl.compute_grpo_outcome_advantage(rewards, mask, labels)
+    scores = rewards.sum(1)
+    close(fastrl.group_advantages(scores, labels, mask=mask, singleton="raw"), expected)
+    expected, _ = skyrl.compute_rloo_outcome_advantage(rewards, mask, labels)
+    options: dict[str, Any] = {"baseline": "leave_one_out", "scale": "none"}
+    close(fastrl.group_advantages(scores, labels, mask=mask, **options), expected)
+    positive = rewards.abs()
+    expected, _ = skyrl.compute_maxrl_advantage(positive, mask, labels)
+    several = np.array([np.sum(labels == label) > 1 for label in labels])
+    got = fastrl.group_advantages(positive.sum(1), labels, mask=mask, scale="mean")
+    close(got[several], expected[several])
+
+
+def test_skyrl_gae(skyrl: Any) -> None:
+    """Right-aligned responses; the mask is no part of the recursion."""
+    rewards, values = torch.randn(2, *SHAPE)
+    mask = (torch.rand(SHAPE) < 0.7).float()
+    expected, returns = skyrl.compute_gae_advantage_return(rewards, values, mask, 0.99, 0.95)
+    got = fastrl.gae(rewards, values, mask, gamma=0.99, lam=0.95, holes="ignore")
+    close(fastrl.whiten(got.advantages, mask), expected, mask)
+    close(got.returns, returns, mask)
+
+
+def skyrl_config(**options: Any) -> SimpleNamespace:
+    correction = SimpleNamespace(
+        tis_ratio_type=None, sequence_mask_metric=None, outlier_token_is_threshold_low=None,
+        outlier_token_is_threshold_high=None, token_mask_is_threshold_low=None, token_mask_is_threshold_high=None,
+    )  # fmt: skip
+    return SimpleNamespace(
+        eps_clip_low=0.2, eps_clip_high=0.3, clip_ratio_c=1.5, off_policy_correction=correction,
+        loss_reduction="sequence_mean", sapo=SimpleNamespace(tau_pos=1.0, tau_neg=1.05),
+        dppo=SimpleNamespace(dppo_type="binary_tv", delta_low=0.1, delta_high=0.2), **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["regular", "dual_clip", "sapo", "binary_tv", "binary_kl"])
+def test_skyrl_losses(skyrl: Any, kind: str) -> None:
+    """Sums: the divisor is already in the advantages there."""
+    data, mask = batch(SHAPE), (torch.rand(SHAPE) < 0.7).float()
+    cfg = skyrl_config(policy_loss_type=kind)
+    data = data._replace(old_logp=data.old_logp.clamp(max=-0.01))  # a probability, for the KL
+    theirs, ours = leaf(data.logp), leaf(data.logp)
+    rest = (data.old_logp, data.advantages, mask)
+    function = "ppo_policy_loss" if kind in ("regular", "dual_clip") else "dppo_policy_loss"
+    function = "sapo_policy_loss" if kind == "sapo" else function
+    if function == "dppo_policy_loss":
+        cfg.dppo.dppo_type = kind
+    expected, metrics = getattr(skyrl, function)(theirs, *rest[:2], cfg, mask)
+    got, ours_metrics = getattr(skyrl_preset, function)(ours, *rest[:2], cfg, mask)
+    assert float(ours_metrics["clip_ratio"]) == pytest.approx(metrics["clip_ratio"], abs=1e-6)
+    torch.autograd.backward([got, expected])
+    close(got.detach(), expected.detach())
+    assert theirs.grad is not None
+    close(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["gae", "grpo", "rloo", "maxrl"])
+def test_skyrl_registered_estimators(skyrl: Any, name: str) -> None:
+    """Through the registry, after a trip through pickle as to a Ray worker."""
+    import cloudpickle
+
+    rewards, mask, labels = rollout()
+    rewards = rewards.abs()
+    arguments = {
+        "token_level_rewards": rewards, "response_mask": mask, "index": labels, "values": torch.randn_like(rewards),
+        "config": None, "gamma": 0.9, "lambd": 0.8, "grpo_norm_by_std": True,
+    }  # fmt: skip
+    expected = skyrl.AdvantageEstimatorRegistry._functions[name](**arguments)
+    integration.install()
+    try:
+        registered = skyrl.AdvantageEstimatorRegistry._functions[f"fastrl_{name}"]
+        got = cloudpickle.loads(cloudpickle.dumps(registered))(**arguments)
+    finally:
+        integration.uninstall()
+    for ours, theirs in zip(got, expected):
+        close(ours, theirs, mask)
+    assert f"fastrl_{name}" not in skyrl.AdvantageEstimatorRegistry._functions
+
+
+@pytest.mark.parametrize("name", ["regular", "dual_clip"])
+def test_skyrl_registered_losses(skyrl: Any, name: str) -> None:
+    data, mask = batch(SHAPE), (torch.rand(SHAPE) < 0.7).float()
+    results = []
+    for ours in (False, True):
+        logp = leaf(data.logp)
+        if ours:
+            integration.install()
+        try:
+            loss = skyrl.PolicyLossRegistry._functions[name]
+            value, metrics = loss(
+                *(logp, data.old_logp, data.advantages), skyrl_config(policy_loss_type=name), mask
+            )
+        finally:
+            integration.uninstall()
+        value.backward()
+        results.append((value.detach(), logp.grad, torch.tensor(float(metrics["clip_ratio"]))))
+    for got, expected in zip(results[1], results[0]):
+        close(got, expected)
+
+
+@pytest.fixture(scope="module")
+def areal() -> Any:
+    """The loss functions alone: their module imports the whole engine."""
+    path = Path(_bare("areal.utils.functional").__path__[0]) / "functional.py"
+    wanted = {
+        "ppo_actor_loss_fn", "sapo_loss_fn", "ppo_critic_loss_fn", "_huber_loss", "_mse_loss",
+        "_compute_sequence_level_ratio_and_advantages",
+    }  # fmt: skip
+    functions = [
+        node
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name in wanted
+    ]
+    assert {node.name for node in functions} == wanted
+    import functools
+
+    space: dict[str, Any] = {"torch": torch, "functools": functools, "Any": Any}
+    future = ast.parse("from __future__ import annotations").body
+    exec(compile(ast.Module([*future, *functions], []), str(path), "exec"), space)
+    return SimpleNamespace(**{name: space[name] for name in wanted})
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("dual", [None, 1.5])
+def test_areal_actor_loss(areal: Any, level: str, dual: float | None) -> None:
+    data, mask = batch(SHAPE), torch.rand(SHAPE) < 0.7
+    advantages = data.advantages
+    if level == "sequence":
+        advantages = advantages[:, :1].expand(SHAPE).contiguous()
+    theirs, ours = leaf(data.logp), leaf(data.logp)
+    expected, stat = areal.ppo_actor_loss_fn(
+        *(theirs, data.old_logp, data.old_logp, advantages, 0.2, mask),
+        eps_clip_higher=0.3, c_clip=dual, importance_sampling_level=level,
+    )  # fmt: skip
+    out = fastrl.policy_loss(
+        *(ours, data.old_logp, advantages, mask),
+        ratio=level, clip_high=0.3, dual_clip=dual, log_ratio_clamp=None,
+    )  # fmt: skip
+    torch.autograd.backward([out.loss, expected])
+    close(out.loss.detach(), expected.detach())
+    close(ours.grad, theirs.grad)  # type: ignore[arg-type]
+    assert float(out.named()["clipped"]) == int(stat["clip_mask"].sum())
+    assert float(out.named()["dual_clip"]) == int(stat["dual_clip_mask"].sum())
+
+
+@pytest.mark.parametrize("kind", ["mse", "huber"])
+def test_areal_critic_and_sapo(areal: Any, kind: str) -> None:
+    values, old, target = torch.randn(3, *SHAPE) * 12
+    mask = torch.rand(SHAPE) < 0.7
+    theirs, ours = leaf(values), leaf(values)
+    expected, _ = areal.ppo_critic_loss_fn(theirs, old, target, 0.5, mask, kind)
+    got = fastrl.value_loss(ours, old, target, mask, clip=0.5, loss=kind).loss
+    torch.autograd.backward([got, expected])
+    close(got.detach(), expected.detach())
+    close(ours.grad, theirs.grad)  # type: ignore[arg-type]
+    data = batch(SHAPE)
+    expected, _ = areal.sapo_loss_fn(data.logp, data.old_logp, data.advantages, 1.0, 1.1, mask)
+    out = sur.sapo_loss(
+        *(data.logp, data.old_logp, data.advantages, mask), tau_negative=1.1, agg="token_mean"
+    )
+    close(out.loss, expected)
+
+
+def test_torchrl_value_functions() -> None:
+    functional = pytest.importorskip(
+        "torchrl.objectives.value.functional", reason="torchrl is not installed"
+    )
+    values, following, rewards = torch.randn(3, 4, 25, 1)
+    following[:, :-1] = values[:, 1:]
+    done = torch.rand(4, 25, 1) < 0.1
+    arguments = (0.97, 0.9, values, following, rewards, done, done)
+    expected, target = functional.generalized_advantage_estimate(*arguments)
+    flat = [x.squeeze(-1) for x in (rewards, values)]
+    got = fastrl.gae(
+        *flat, gamma=0.97, lam=0.9, dones=done.squeeze(-1), bootstrap=following[:, -1, 0]
+    )
+    close(got.advantages, expected.squeeze(-1))
+    close(got.returns, target.squeeze(-1))
+    returns = functional.td_lambda_return_estimate(0.97, 0.9, following, rewards, done, done)
+    close(got.returns, returns.squeeze(-1))
+
+
+HALF = math.sqrt(0.5)
+R = torch.tensor([1.0, 0.0, 0.5, 0.5])
+G = ["a", "a", "b", "b"]
+FORMULAS: dict[str, tuple[Tensor, list[float]]] = {
+    # slime: (r - mean) / (std + 1e-6), ddof 1
+    "slime_grpo": (fastrl.group_advantages(R, G), [HALF, -HALF, 0, 0]),
+    # ROLL: the same, agentic: 0 where the std is at most 1e-6
+    "roll_grpo": (fastrl.group_advantages(R, G), [HALF, -HALF, 0, 0]),
+    # RLinf: REINFORCE++ whitens with ddof 0 and max(var, 1e-8): mean 0.5, var 0.125
+    "rlinf_reinpp": (
+        fastrl.whiten(R, ddof=0, eps=1e-8, eps_mode="rsqrt_max"),
+        [0.5 / math.sqrt(0.125), -0.5 / math.sqrt(0.125), 0, 0],
+    ),
+    # NeMo-RL: leave-one-out mean, no division
+    "nemo_rl_loo": (fastrl.group_advantages(R, G, baseline="leave_one_out", scale="none"), [1, -1, 0, 0]),
+    # prime-rl: r - mean; its MaxRL divides by the mean
+    "prime_rl_grpo": (fastrl.group_advantages(R, G, scale="none"), [0.5, -0.5, 0, 0]),
+    "prime_rl_max_rl": (fastrl.group_advantages(R, G, scale="mean", eps=0.0), [1, -1, 0, 0]),
+    # open-instruct, "standard": ddof 0, eps 1e-8
+    "open_instruct": (fastrl.group_advantages(R, G, ddof=0, eps=1e-8), [1, -1, 0, 0]),
+    # torchforge: eps 1e-4
+    "torchforge": (fastrl.group_advantages(R, G, eps=1e-4), [0.5 / (HALF + 1e-4), -0.5 / (HALF + 1e-4), 0, 0]),
+    # slime's dual clip: A = -1, rho = 4, c = 3 bounds the loss at 3
+    "slime_dual_clip": (
+        fastrl.policy_loss(torch.tensor([[math.log(4.0)]]), torch.zeros(1, 1), torch.tensor([-1.0]), dual_clip=3.0, log_ratio_clamp=None).loss.reshape(1),
+        [3.0],
+    ),
+    # ROLL's dual clip is 1 + 2 * 0.2
+    "roll_dual_clip": (
+        fastrl.policy_loss(torch.tensor([[math.log(4.0)]]), torch.zeros(1, 1), torch.tensor([-1.0]), dual_clip=1.4).loss.reshape(1),
+        [1.4],
+    ),
+    # prime-rl: -A rho within |p - q| <= 0.2, plus 1e-3 d^2: p = 0.6, q = 0.5
+    "prime_rl_loss": (
+        (sur.dppo_loss(torch.tensor([[0.6]]).log(), torch.tensor([[0.5]]).log(), torch.tensor([1.0]), through_ratio=True).loss
+         + 2e-3 * sur.kl_penalty(torch.tensor([0.6]).log(), torch.tensor([0.5]).log(), estimator="k2").sum()).reshape(1),
+        [-1.2 + 1e-3 * math.log(1.2) ** 2],
+    ),
+    # NeMo-RL: KL k3 with the score-function term has the value of k3: exp(-0.5) - 1 + 0.5
+    "nemo_rl_kl": (
+        sur.kl_penalty(torch.tensor([-1.0]), torch.tensor([-1.5]), estimator="k3", gradient="score", input_clamp=20.0, clamp_value=10.0),
+        [math.exp(-0.5) - 0.5],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_formula(name: str) -> None:
+    got, expected = FORMULAS[name]
+    torch.testing.assert_close(got, torch.tensor(expected, dtype=got.dtype), atol=3e-6, rtol=3e-6)
