@@ -96,12 +96,11 @@ std::tuple<Tensor, Tensor, Tensor> token_logprobs_cpu(const Tensor& logits, cons
   return {logp, entropies, statistics};
 }
 
+// The gradient of the logits into `grad_logits`, which is dense and may be the logits themselves.
 // Either upstream gradient may be missing, which means zero.
-Tensor token_logprobs_backward_cpu(const std::optional<Tensor>& grad_logp,
-                                   const std::optional<Tensor>& grad_entropy, const Tensor& logits,
-                                   const Tensor& tokens, const std::optional<Tensor>& temperatures,
-                                   double temperature, const Tensor& statistics) {
-  Inputs in = gather(logits, tokens, temperatures, temperature);
+void write_gradient(const std::optional<Tensor>& grad_logp,
+                    const std::optional<Tensor>& grad_entropy, const Inputs& in,
+                    const Tensor& statistics, void* grad_logits, bool stream) {
   const ScalarType type = compute_type(in.args.logits.kind);
   STD_TORCH_CHECK(statistics.is_contiguous() && statistics.numel() == 3 * in.rows &&
                       statistics.scalar_type() == type,
@@ -114,13 +113,33 @@ Tensor token_logprobs_backward_cpu(const std::optional<Tensor>& grad_logp,
   if (grad_entropy) h = per_row(*grad_entropy, in.rows, type, "grad_entropy");
   if (g) args.grad_logp = g->const_data_ptr();
   if (h) args.grad_entropy = h->const_data_ptr();
-  Tensor grad_logits = new_output(logits, logits.sizes(), logits.scalar_type());
-  args.grad_logits = grad_logits.mutable_data_ptr();
-  args.stream = logits.numel() * static_cast<int64_t>(logits.element_size()) >= kStreamBytes;
+  args.grad_logits = grad_logits;
+  args.stream = stream;
   const auto kernel = FASTRL_DISPATCH(token_logprobs_grad_rows);
-  torch::stable::parallel_for(0, in.rows, row_grain(in.rows, logits.numel()),
+  torch::stable::parallel_for(0, in.rows, row_grain(in.rows, in.rows * in.args.logits.classes),
                               [&](int64_t first, int64_t last) { kernel(args, first, last); });
+}
+
+Tensor token_logprobs_backward_cpu(const std::optional<Tensor>& grad_logp,
+                                   const std::optional<Tensor>& grad_entropy, const Tensor& logits,
+                                   const Tensor& tokens, const std::optional<Tensor>& temperatures,
+                                   double temperature, const Tensor& statistics) {
+  const Inputs in = gather(logits, tokens, temperatures, temperature);
+  Tensor grad_logits = new_output(logits, logits.sizes(), logits.scalar_type());
+  const bool stream = logits.numel() * static_cast<int64_t>(logits.element_size()) >= kStreamBytes;
+  write_gradient(grad_logp, grad_entropy, in, statistics, grad_logits.mutable_data_ptr(), stream);
   return grad_logits;
+}
+
+// The same with the logits overwritten.
+void token_logprobs_backward_inplace_cpu(const std::optional<Tensor>& grad_logp,
+                                         const std::optional<Tensor>& grad_entropy, Tensor logits,
+                                         const Tensor& tokens,
+                                         const std::optional<Tensor>& temperatures,
+                                         double temperature, const Tensor& statistics) {
+  STD_TORCH_CHECK(logits.is_contiguous(), "fastrl: logits must be contiguous to be overwritten");
+  const Inputs in = gather(logits, tokens, temperatures, temperature);
+  write_gradient(grad_logp, grad_entropy, in, statistics, logits.mutable_data_ptr(), false);
 }
 
 }  // namespace
@@ -128,6 +147,7 @@ Tensor token_logprobs_backward_cpu(const std::optional<Tensor>& grad_logp,
 STABLE_TORCH_LIBRARY_IMPL(fastrl, CPU, m) {
   m.impl("token_logprobs", TORCH_BOX(&token_logprobs_cpu));
   m.impl("token_logprobs_backward", TORCH_BOX(&token_logprobs_backward_cpu));
+  m.impl("token_logprobs_backward_", TORCH_BOX(&token_logprobs_backward_inplace_cpu));
 }
 
 }  // namespace fastrl

@@ -218,6 +218,10 @@ void logprobs_grad_row(const TokenLogprobsGradArgs& args, int64_t row) {
     std::memcpy(&logits, parts, sizeof(logits));
     return logits;
   };
+  // Looked at before anything is written: the gradient may take the place of the logits.
+  const int64_t token = f.tokens[row];
+  Vec<T> chosen = gradient_of(load_first_as<T>(f.logits.data, kKind, begin + token, 1));
+  chosen -= static_cast<T>(gradient.gamma);
   const auto some = [&](int64_t at, int n) {
     const Vec<T> logits = load_first_as<T>(f.logits.data, kKind, begin + at, n);
     store_first_as<T>(out, kKind, at, gradient_of(logits), n);
@@ -242,10 +246,6 @@ void logprobs_grad_row(const TokenLogprobsGradArgs& args, int64_t row) {
     store_first_as<T>(out, kKind, at, gradient_of(logits), kLanes<T>);
   }
   some(at, static_cast<int>(classes - at));
-
-  const int64_t token = f.tokens[row];
-  Vec<T> chosen = gradient_of(load_first_as<T>(f.logits.data, kKind, begin + token, 1));
-  chosen -= static_cast<T>(gradient.gamma);
   store_first_as<T>(out, kKind, token, chosen, 1);
 }
 

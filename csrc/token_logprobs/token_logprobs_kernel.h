@@ -36,7 +36,7 @@ struct TokenLogprobsGradArgs {
   TokenLogprobsArgs forward;        // logp and entropy unused; statistics as the forward wrote them
   const void* grad_logp = nullptr;  // [rows], result dtype, or null: zero
   const void* grad_entropy = nullptr;  // same
-  void* grad_logits = nullptr;         // [rows, V] dense, kind of the logits
+  void* grad_logits = nullptr;         // [rows, V] dense, kind of the logits; may be the logits
   bool stream = false;                 // grad_logits is too large to stay in the caches
 };
 

@@ -31,6 +31,10 @@ def _fake_backward(
     return logits.new_empty(logits.shape)
 
 
+def _fake_inplace(*_: Any) -> None:
+    return None
+
+
 _library.define(
     "token_logprobs",
     "(Tensor logits, Tensor tokens, Tensor? temperatures, float temperature, bool entropy) "
@@ -43,9 +47,17 @@ _library.define(
     "float temperature, Tensor statistics) -> Tensor",
     _fake_backward,
 )
+# The gradient takes the place of the logits: for callers that own them and need them no more.
+_library.define(
+    "token_logprobs_backward_",
+    "(Tensor? grad_logp, Tensor? grad_entropy, Tensor(a!) logits, Tensor tokens, Tensor? temperatures, "
+    "float temperature, Tensor statistics) -> ()",
+    _fake_inplace,
+)
 
 token_logprobs_op = torch.ops.fastrl.token_logprobs.default
 token_logprobs_backward_op = torch.ops.fastrl.token_logprobs_backward.default
+token_logprobs_backward_inplace_op = torch.ops.fastrl.token_logprobs_backward_.default
 
 
 class TokenLogprobsFunction(torch.autograd.Function):
