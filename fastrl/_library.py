@@ -17,6 +17,8 @@ _DISPATCH_KEYS = ("CPU",)
 
 # Filled when an operator is defined: a look-up in a dict can be traced, a question to the dispatcher cannot.
 _kernels: dict[str, tuple[str, ...]] = {}
+# Operators written in Python over other operators, and those.
+_parts: dict[str, tuple[str, ...]] = {}
 
 
 def define(name: str, signature: str, fake: Callable[..., Any]) -> None:
@@ -30,6 +32,19 @@ def define(name: str, signature: str, fake: Callable[..., Any]) -> None:
     )
 
 
+def compose(
+    name: str,
+    signature: str,
+    fake: Callable[..., Any],
+    function: Callable[..., Any],
+    parts: tuple[str, ...],
+) -> None:
+    """Declare ``fastrl::name`` as Python code over the operators ``parts``: it has a kernel where all of them have one."""
+    define(name, signature, fake)
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    _parts[name] = parts
+
+
 def result_dtype(dtype: torch.dtype) -> torch.dtype:
     """Results are float32, float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -37,7 +52,7 @@ def result_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def has_kernel(name: str, dispatch_key: str) -> bool:
     """Whether the compiled module implements ``fastrl::name`` for a dispatch key such as ``"CPU"``."""
-    return dispatch_key in _kernels.get(name, ())
+    return all(dispatch_key in _kernels.get(part, ()) for part in _parts.get(name, (name,)))
 
 
 def _load_compiled() -> str | None:

@@ -1,0 +1,196 @@
+"""``torch.ops.fastrl.linear_token_logprobs`` and its gradient: loops over chunks, written in Python over other operators.
+
+As operators they are opaque to ``torch.compile``: a graph has the same few nodes for any number of chunks, and no length is
+compiled into it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastrl import _library
+from fastrl._library import result_dtype
+from fastrl.ops.linear_token_logprobs import shards
+from fastrl.ops.linear_token_logprobs.projection import (
+    DIFFERENTIABLE,
+    SCHEMA,
+    Gradients,
+    Inputs,
+    Projection,
+)
+from fastrl.ops.token_logprobs.op import NUM_STATISTICS
+
+_NUM_INPUTS = len(Inputs._fields)
+_ROW_OPS = ("token_logprobs", "token_logprobs_backward")
+
+
+def _no_autocast(like: Tensor) -> Any:
+    """Products run in the dtype they were given: the caller has already chosen it."""
+    return torch.autocast(like.device.type, enabled=False)
+
+
+def log_probs(head: Projection, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """logp, entropy and statistics of the rows of ``head`` that count."""
+    logp, statistics = head.new_rows(), head.new_rows(NUM_STATISTICS)
+    entropies = head.new_rows() if entropy else logp.new_empty((0,))
+    for rows in head.chunks():
+        found = head.log_probs(head.logits(rows), rows, entropy=entropy)
+        logp[rows], statistics[rows] = found[0], found[2]
+        if entropy:
+            entropies[rows] = found[1]
+    group = head.inputs.group
+    if group:
+        if not head.num_classes:
+            logp, statistics = shards.no_class(head.num_rows, logp)
+        by = head.temperature if head.temperatures is None else head.temperatures
+        logp, found_entropy, statistics = shards.merged(logp, statistics, head.is_here, by, group)
+        entropies = found_entropy if entropy else entropies
+    return logp, entropies, statistics
+
+
+@torch.no_grad()
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    inputs, entropy = Inputs(*arguments[:_NUM_INPUTS]), arguments[_NUM_INPUTS]
+    with _no_autocast(inputs.hidden):
+        head = Projection(inputs)
+        logp, entropies, statistics = log_probs(head, entropy)
+        spread = head.spread(entropies) if entropy else entropies
+        return head.spread(logp), spread, head.spread(statistics)
+
+
+@torch.no_grad()
+def _backward(
+    grad_logp: Tensor | None, grad_entropy: Tensor | None, statistics: Tensor, *arguments: Any
+) -> tuple[Tensor, ...]:
+    inputs, needs = Inputs(*arguments[:_NUM_INPUTS]), arguments[_NUM_INPUTS]
+    with _no_autocast(inputs.hidden):
+        head, gradients = Projection(inputs), Gradients(inputs, needs)
+        g = None if grad_logp is None else head.take(grad_logp, 0.0)
+        h = None if grad_entropy is None else head.take(grad_entropy, 0.0)
+        statistics = head.take(statistics, 0.0)
+        for rows in head.chunks():
+            head.backward(
+                head.logits(rows, gradient=True),
+                rows,
+                None if g is None else g[rows],
+                None if h is None else h[rows],
+                statistics[rows],
+                gradients,
+            )
+        del head
+        return finished(gradients)
+
+
+def finished(gradients: Gradients) -> tuple[Tensor, ...]:
+    """The gradients in the order of ``DIFFERENTIABLE``; what every rank holds a copy of is added up over the ranks."""
+    group = gradients.inputs.group
+    if group:
+        if gradients.hidden is not None:
+            gradients.hidden = shards.sum_over_ranks(gradients.hidden, group)
+        if gradients.lora_a is not None:
+            gradients.lora_a = shards.sum_over_ranks(gradients.lora_a, group)
+    return tuple(gradients.result())
+
+
+def fake_rows(inputs: Inputs, entropy: bool) -> tuple[Tensor, Tensor]:
+    """logp and entropy as the operators return them."""
+    dtype = result_dtype(inputs.compute or inputs.hidden.dtype)
+    logp = inputs.hidden.new_empty(inputs.tokens.shape, dtype=dtype)
+    return logp, torch.empty_like(logp) if entropy else logp.new_empty((0,))
+
+
+def fake_gradients(inputs: Inputs, needs: list[bool]) -> tuple[Tensor, ...]:
+    """The gradients as the operators return them."""
+    results = []
+    for name, needed in zip(DIFFERENTIABLE, needs, strict=True):
+        x = getattr(inputs, name)
+        has = needed and x is not None
+        results.append(x.new_empty(x.shape) if has else inputs.hidden.new_empty((0,)))
+    return tuple(results)
+
+
+def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = Inputs(*arguments[:_NUM_INPUTS])
+    logp, entropies = fake_rows(inputs, arguments[_NUM_INPUTS])
+    return logp, entropies, logp.new_empty((*logp.shape, NUM_STATISTICS))
+
+
+def _fake_backward(g: Any, h: Any, statistics: Any, *arguments: Any) -> tuple[Tensor, ...]:
+    return fake_gradients(Inputs(*arguments[:_NUM_INPUTS]), arguments[_NUM_INPUTS])
+
+
+_library.compose(
+    "linear_token_logprobs",
+    f"({SCHEMA}, bool entropy) -> (Tensor, Tensor, Tensor)",
+    _fake_forward,
+    _forward,
+    _ROW_OPS,
+)
+_library.compose(
+    "linear_token_logprobs_backward",
+    f"(Tensor? grad_logp, Tensor? grad_entropy, Tensor statistics, {SCHEMA}, bool[] needs) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake_backward,
+    _backward,
+    _ROW_OPS,
+)
+
+linear_token_logprobs_op = torch.ops.fastrl.linear_token_logprobs.default
+linear_token_logprobs_backward_op = torch.ops.fastrl.linear_token_logprobs_backward.default
+
+
+class LinearTokenLogprobsFunction(torch.autograd.Function):
+    """First-order gradients of what ``DIFFERENTIABLE`` names; the logits are computed again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        logp, entropies, statistics = linear_token_logprobs_op(*arguments)
+        save_inputs(ctx, arguments[:_NUM_INPUTS], statistics)
+        ctx.has_entropy = arguments[_NUM_INPUTS]
+        ctx.set_materialize_grads(False)
+        return logp, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        inputs, statistics = saved_inputs(ctx)
+        needs = needed(ctx)
+        gradients = linear_token_logprobs_backward_op(
+            *(grad_logp, grad_entropy if ctx.has_entropy else None, statistics, *inputs, needs)
+        )
+        return placed(gradients, needs, len(ctx.needs_input_grad))
+
+
+def save_inputs(ctx: Any, arguments: tuple[Any, ...], *more: Tensor) -> None:
+    """Keep tensors where autograd notices that they were changed in place, the rest beside them."""
+    tensors = [x if isinstance(x, Tensor) else None for x in arguments]
+    ctx.save_for_backward(*tensors, *more)
+    ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
+
+
+def saved_inputs(ctx: Any) -> tuple[Any, ...]:
+    """What ``save_inputs`` kept: the inputs in order, and the other tensors."""
+    tensors = ctx.saved_tensors
+    count = len(ctx.others)
+    return [t if o is None else o for t, o in zip(tensors[:count], ctx.others)], *tensors[count:]
+
+
+def needed(ctx: Any) -> list[bool]:
+    """Which of ``DIFFERENTIABLE`` need a gradient."""
+    return [ctx.needs_input_grad[Inputs._fields.index(name)] for name in DIFFERENTIABLE]
+
+
+def placed(
+    gradients: tuple[Tensor, ...], needs: list[bool], num_arguments: int
+) -> tuple[Tensor | None, ...]:
+    """The gradients at the places of their inputs among all arguments."""
+    results: list[Tensor | None] = [None] * num_arguments
+    for name, gradient, is_needed in zip(DIFFERENTIABLE, gradients, needs, strict=True):
+        results[Inputs._fields.index(name)] = gradient if is_needed else None
+    return tuple(results)
