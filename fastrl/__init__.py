@@ -6,6 +6,7 @@ from fastrl.ops.discounted_returns import discounted_returns
 from fastrl.ops.gae import GAE, gae
 from fastrl.ops.group_advantages import group_advantages
 from fastrl.ops.group_ids import group_ids
+from fastrl.ops.linear_policy_loss import LinearPolicyLoss, linear_policy_loss
 from fastrl.ops.linear_token_logprobs import linear_token_logprobs
 from fastrl.ops.policy_loss import POLICY_METRICS, PolicyLoss, policy_loss
 from fastrl.ops.token_logprobs import LogProbs, token_logprobs
@@ -15,6 +16,7 @@ from fastrl.ops.whiten import whiten
 __all__ = [
     "__version__",
     "GAE",
+    "LinearPolicyLoss",
     "LogProbs",
     "POLICY_METRICS",
     "PolicyLoss",
@@ -25,6 +27,7 @@ __all__ = [
     "gae",
     "group_advantages",
     "group_ids",
+    "linear_policy_loss",
     "linear_token_logprobs",
     "policy_loss",
     "token_logprobs",

@@ -20,6 +20,8 @@ OPS = (
     "discounted_returns",
     "gae",
     "group_advantages",
+    "linear_policy_loss",
+    "linear_token_logprobs",
     "policy_loss",
     "token_logprobs",
     "value_loss",

@@ -28,7 +28,7 @@ _NUM_INPUTS = len(Inputs._fields)
 _ROW_OPS = ("token_logprobs", "token_logprobs_backward")
 
 
-def _no_autocast(like: Tensor) -> Any:
+def no_autocast(like: Tensor) -> Any:
     """Products run in the dtype they were given: the caller has already chosen it."""
     return torch.autocast(like.device.type, enabled=False)
 
@@ -44,8 +44,6 @@ def log_probs(head: Projection, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
             entropies[rows] = found[1]
     group = head.inputs.group
     if group:
-        if not head.num_classes:
-            logp, statistics = shards.no_class(head.num_rows, logp)
         by = head.temperature if head.temperatures is None else head.temperatures
         logp, found_entropy, statistics = shards.merged(logp, statistics, head.is_here, by, group)
         entropies = found_entropy if entropy else entropies
@@ -55,7 +53,7 @@ def log_probs(head: Projection, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
 @torch.no_grad()
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs, entropy = Inputs(*arguments[:_NUM_INPUTS]), arguments[_NUM_INPUTS]
-    with _no_autocast(inputs.hidden):
+    with no_autocast(inputs.hidden):
         head = Projection(inputs)
         logp, entropies, statistics = log_probs(head, entropy)
         spread = head.spread(entropies) if entropy else entropies
@@ -67,7 +65,7 @@ def _backward(
     grad_logp: Tensor | None, grad_entropy: Tensor | None, statistics: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
     inputs, needs = Inputs(*arguments[:_NUM_INPUTS]), arguments[_NUM_INPUTS]
-    with _no_autocast(inputs.hidden):
+    with no_autocast(inputs.hidden):
         head, gradients = Projection(inputs), Gradients(inputs, needs)
         g = None if grad_logp is None else head.take(grad_logp, 0.0)
         h = None if grad_entropy is None else head.take(grad_entropy, 0.0)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastrl import _library
 from fastrl._library import result_dtype
 from fastrl.ops.token_logprobs.op import (
     token_logprobs_backward_inplace_op,
@@ -85,7 +86,7 @@ class Projection:
         self.is_here = (tokens >= 0) & (tokens < self.num_classes)
         self._tokens = tokens.clamp(0, max(self.num_classes - 1, 0))
         self._first = first
-        self.chunk = self.chunk or _chunk_rows(self.num_classes, self.dtype, hidden.device)
+        self.chunk = self.chunk or _chunk_rows(len(inputs.weight), self.dtype, hidden.device)
         self._buffer = hidden.new_empty(
             (min(self.chunk, self.num_rows), self.num_classes), dtype=self.dtype
         )
@@ -95,8 +96,8 @@ class Projection:
     # ---- rows ------------------------------------------------------------------------------------------------------
 
     def chunks(self) -> Iterator[slice]:
-        """Ranges of the rows that count; none where this rank has no class."""
-        for start in range(0, self.num_rows if self.num_classes else 0, self.chunk):
+        """Ranges of the rows that count: the same on every rank with as many rows of the weight."""
+        for start in range(0, self.num_rows, self.chunk):
             yield slice(start, min(start + self.chunk, self.num_rows))
 
     def take(self, x: Tensor, fill: float) -> Tensor:
@@ -151,6 +152,9 @@ class Projection:
         self, logits: Tensor, rows: slice, *, entropy: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """logp, entropy and statistics of the chunk over the classes here."""
+        if not self.num_classes:  # a shard of nothing but padding
+            logp = logits.new_zeros(len(logits), dtype=self.result_dtype)
+            return logp, logp, torch.stack([logp - torch.inf, logp, logp], 1)
         result: tuple[Tensor, Tensor, Tensor] = token_logprobs_op(
             logits, *self._row_arguments(rows), entropy
         )
@@ -168,13 +172,15 @@ class Projection:
         gradients: Gradients,
     ) -> None:
         """Add to ``gradients`` what upstream gradients of logp and entropy make of this chunk; overwrites its logits."""
+        if not self.num_classes:
+            return
         foreign_column = None
         if self.inputs.group:
             foreign_column = self._without_target(
                 logits[:, 0], rows, grad_logp, grad_entropy, statistics
             )
         arguments = (logits, *self._row_arguments(rows), statistics)
-        if logits.device.type == "cpu":
+        if _library.has_kernel("token_logprobs_backward_", logits.device.type.upper()):
             token_logprobs_backward_inplace_op(grad_logp, grad_entropy, *arguments)
             grad_logits = logits
         else:

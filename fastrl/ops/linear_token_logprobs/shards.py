@@ -14,13 +14,6 @@ def group_of(name: str) -> Any:
     return torch._C._distributed_c10d._resolve_process_group(cast(Any, name))
 
 
-def no_class(rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """What a rank without a class contributes: logp and statistics of an empty sum."""
-    statistics = torch.zeros(rows, 3, dtype=like.dtype, device=like.device)
-    statistics[:, 0] = -torch.inf
-    return torch.zeros(rows, dtype=like.dtype, device=like.device), statistics
-
-
 def merged(
     logp: Tensor, statistics: Tensor, is_here: Tensor, by: Tensor | float, group: str
 ) -> tuple[Tensor, Tensor, Tensor]:
