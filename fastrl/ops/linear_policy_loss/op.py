@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastrl import _library, _losses
 from fastrl.ops.linear_token_logprobs import shards
@@ -14,11 +13,18 @@ from fastrl.ops.linear_token_logprobs.op import (
     fake_gradients,
     fake_rows,
     finished,
+    first_order,
     needed,
     no_autocast,
     placed,
 )
-from fastrl.ops.linear_token_logprobs.projection import SCHEMA, Gradients, Inputs, Projection
+from fastrl.ops.linear_token_logprobs.projection import (
+    DIFFERENTIABLE,
+    SCHEMA,
+    Gradients,
+    Inputs,
+    Projection,
+)
 from fastrl.ops.policy_loss.op import POLICY_METRICS, policy_loss_op
 
 _NUM_INPUTS = len(Inputs._fields)
@@ -57,8 +63,16 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
 def _loss_and_gradients(
     inputs: Inputs, loss_inputs: LossInputs, needs: list[bool]
 ) -> tuple[Tensor, ...]:
-    head, gradients = Projection(inputs), Gradients(inputs, needs)
-    tokens = _TokenLosses(inputs, loss_inputs, head)
+    gradients = Gradients(inputs, needs)
+    logp, entropies = _walk(inputs, loss_inputs, gradients)
+    # The memory of the chunks is free again when results are converted.
+    return (*_total(inputs, loss_inputs, logp, entropies), logp, entropies, *finished(gradients))
+
+
+def _walk(inputs: Inputs, loss_inputs: LossInputs, gradients: Gradients) -> tuple[Tensor, Tensor]:
+    """logp and entropy of all rows; ``gradients`` get what the loss makes of every chunk."""
+    head = Projection(inputs)
+    losses = _TokenLosses(inputs, loss_inputs, head)
     logp = head.new_rows()
     entropies = head.new_rows() if loss_inputs.entropy else logp.new_empty((0,))
     by = head.temperature if head.temperatures is None else head.temperatures
@@ -71,12 +85,29 @@ def _loss_and_gradients(
         logp[rows] = found[0]
         if loss_inputs.entropy:
             entropies[rows] = found[1]
-        upstream = tokens.gradients(found[0], found[1], rows)
-        head.backward(logits, rows, *upstream, found[2], gradients)
-    logp = head.spread(logp)
-    entropies = head.spread(entropies) if loss_inputs.entropy else entropies
-    del head
-    return (*tokens.total(logp, entropies), logp, entropies, *finished(gradients))
+        head.backward(logits, rows, *losses.gradients(*found[:2], rows), found[2], gradients)
+    return head.spread(logp), head.spread(entropies) if loss_inputs.entropy else entropies
+
+
+def _mask(inputs: Inputs, loss_inputs: LossInputs) -> Tensor | None:
+    """The mask in the layout of the loss, on the device of the rest."""
+    old = loss_inputs.old_logp
+    return None if inputs.mask is None else inputs.mask.to(old.device).view(old.shape)
+
+
+def _total(
+    inputs: Inputs, loss_inputs: LossInputs, logp: Tensor, entropies: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Loss and metrics over all tokens, as ``policy_loss`` has them."""
+    loss, shape = loss_inputs, loss_inputs.old_logp.shape
+    total, metrics, _, _ = policy_loss_op(
+        logp.view(shape),
+        *(loss.old_logp, loss.advantages, _mask(inputs, loss), loss.is_weights, loss.ref_logp),
+        entropies.view(shape) if loss.entropy else None,
+        *(loss.cu_seqlens, loss.denom_tensor, loss.denom, loss.terms, loss.choices),
+        *(False, False),
+    )
+    return total, metrics
 
 
 class _TokenLosses:
@@ -86,10 +117,7 @@ class _TokenLosses:
         self._loss = loss_inputs
         self._head = head
         old = loss_inputs.old_logp
-        self._mask = None
-        if inputs.mask is not None:
-            self._mask = inputs.mask.to(old.device).view(old.shape)
-        layout = _losses.TokenRows(old, self._mask, loss_inputs.cu_seqlens)
+        layout = _losses.TokenRows(old, _mask(inputs, loss_inputs), loss_inputs.cu_seqlens)
         agg = _AGG_NAMES[loss_inputs.choices[-1]]
         denom = loss_inputs.denom_tensor
         if denom is None and loss_inputs.denom != _losses.DEFAULT_DENOM:
@@ -126,19 +154,6 @@ class _TokenLosses:
         weights = self._weights[rows]
         return grad_logp[0] * weights, grad_entropy[0] * weights if has_bonus else None
 
-    def total(self, logp: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss and metrics over all tokens, as ``policy_loss`` has them."""
-        loss = self._loss
-        shape = loss.old_logp.shape
-        total, metrics, _, _ = policy_loss_op(
-            logp.view(shape),
-            *(loss.old_logp, loss.advantages, self._mask, loss.is_weights, loss.ref_logp),
-            entropies.view(shape) if loss.entropy else None,
-            *(loss.cu_seqlens, loss.denom_tensor, loss.denom, loss.terms, loss.choices),
-            *(False, False),
-        )
-        return total, metrics
-
 
 def _fake(*arguments: Any) -> tuple[Tensor, ...]:
     inputs = Inputs(*arguments[:_NUM_INPUTS])
@@ -168,12 +183,16 @@ class LinearPolicyLossFunction(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ctx.needs = needed(ctx)
         loss, metrics, logp, entropies, *gradients = linear_policy_loss_op(*arguments, ctx.needs)
-        ctx.save_for_backward(*gradients)
+        sources = (x for x in arguments[:_NUM_INPUTS] if isinstance(x, Tensor) and x.requires_grad)
+        ctx.save_for_backward(*gradients, *sources)
         ctx.mark_non_differentiable(metrics, logp, entropies)
         return loss, metrics, logp, entropies
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = tuple(_losses.scaled(gradient, grad_loss) for gradient in ctx.saved_tensors)
+        tensors = ctx.saved_tensors
+        gradients, sources = tensors[: len(DIFFERENTIABLE)], tensors[len(DIFFERENTIABLE) :]
+        with torch.no_grad():
+            gradients = tuple(_losses.scaled(gradient, grad_loss) for gradient in gradients)
+        gradients = first_order("linear_policy_loss", gradients, [*sources, grad_loss])
         return placed(gradients, ctx.needs, len(ctx.needs_input_grad))

@@ -182,7 +182,8 @@ def _classes(op: str, weight: Tensor, options: HeadOptions) -> tuple[int, int, i
 
 def _check_range(op: str, tokens: Tensor, mask: Tensor | None, vocabulary: int | None) -> None:
     """Looked at only where that needs no device synchronisation."""
-    if torch.compiler.is_compiling() or tokens.device.type != "cpu":
+    is_real = type(tokens) is Tensor and not torch.compiler.is_compiling()
+    if not is_real or tokens.device.type != "cpu":
         return
     if mask is not None:
         tokens = tokens[mask.to(tokens.device) != 0]

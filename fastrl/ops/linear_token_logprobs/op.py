@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastrl import _library
 from fastrl._library import result_dtype
@@ -66,21 +65,32 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     inputs, needs = Inputs(*arguments[:_NUM_INPUTS]), arguments[_NUM_INPUTS]
     with no_autocast(inputs.hidden):
-        head, gradients = Projection(inputs), Gradients(inputs, needs)
-        g = None if grad_logp is None else head.take(grad_logp, 0.0)
-        h = None if grad_entropy is None else head.take(grad_entropy, 0.0)
-        statistics = head.take(statistics, 0.0)
-        for rows in head.chunks():
-            head.backward(
-                head.logits(rows, gradient=True),
-                rows,
-                None if g is None else g[rows],
-                None if h is None else h[rows],
-                statistics[rows],
-                gradients,
-            )
-        del head
+        gradients = Gradients(inputs, needs)
+        _walk_back(inputs, grad_logp, grad_entropy, statistics, gradients)
+        # The memory of the chunks is free again when results are converted.
         return finished(gradients)
+
+
+def _walk_back(
+    inputs: Inputs,
+    grad_logp: Tensor | None,
+    grad_entropy: Tensor | None,
+    statistics: Tensor,
+    gradients: Gradients,
+) -> None:
+    head = Projection(inputs)
+    g = None if grad_logp is None else head.take(grad_logp, 0.0)
+    h = None if grad_entropy is None else head.take(grad_entropy, 0.0)
+    statistics = head.take(statistics, 0.0)
+    for rows in head.chunks():
+        head.backward(
+            head.logits(rows, gradient=True),
+            rows,
+            None if g is None else g[rows],
+            None if h is None else h[rows],
+            statistics[rows],
+            gradients,
+        )
 
 
 def finished(gradients: Gradients) -> tuple[Tensor, ...]:
@@ -147,36 +157,53 @@ class LinearTokenLogprobsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         logp, entropies, statistics = linear_token_logprobs_op(*arguments)
-        save_inputs(ctx, arguments[:_NUM_INPUTS], statistics)
+        # Tensors are kept where autograd notices that they were changed in place, the rest beside them.
+        inputs = arguments[:_NUM_INPUTS]
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs), statistics)
+        ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
         ctx.has_entropy = arguments[_NUM_INPUTS]
         ctx.set_materialize_grads(False)
         return logp, entropies
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        inputs, statistics = saved_inputs(ctx)
+        *tensors, statistics = ctx.saved_tensors
+        inputs = [t if o is None else o for t, o in zip(tensors, ctx.others, strict=True)]
         needs = needed(ctx)
-        gradients = linear_token_logprobs_backward_op(
-            *(grad_logp, grad_entropy if ctx.has_entropy else None, statistics, *inputs, needs)
-        )
+        with torch.no_grad():
+            gradients = linear_token_logprobs_backward_op(
+                *(grad_logp, grad_entropy if ctx.has_entropy else None, statistics, *inputs, needs)
+            )
+        sources = [x for x in (*tensors, grad_logp, grad_entropy) if x is not None]
+        gradients = first_order("linear_token_logprobs", gradients, sources)
         return placed(gradients, needs, len(ctx.needs_input_grad))
 
 
-def save_inputs(ctx: Any, arguments: tuple[Any, ...], *more: Tensor) -> None:
-    """Keep tensors where autograd notices that they were changed in place, the rest beside them."""
-    tensors = [x if isinstance(x, Tensor) else None for x in arguments]
-    ctx.save_for_backward(*tensors, *more)
-    ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
+class _FirstOrder(torch.autograd.Function):
+    """The identity, except that it has no derivative in anything."""
+
+    @staticmethod
+    def forward(ctx: Any, op: str, gradient: Tensor, *sources: Tensor) -> Tensor:
+        ctx.op = op
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise RuntimeError(
+            f"{ctx.op}: only first-order gradients exist, got a request for a second derivative; "
+            "use impl='reference' for it, or leave out create_graph=True"
+        )
 
 
-def saved_inputs(ctx: Any) -> tuple[Any, ...]:
-    """What ``save_inputs`` kept: the inputs in order, and the other tensors."""
-    tensors = ctx.saved_tensors
-    count = len(ctx.others)
-    return [t if o is None else o for t, o in zip(tensors[:count], ctx.others)], *tensors[count:]
+def first_order(
+    op: str, gradients: tuple[Tensor, ...], sources: list[Tensor]
+) -> tuple[Tensor, ...]:
+    """``gradients`` made from ``sources``: under ``create_graph`` a derivative of them raises and is not taken for 0."""
+    if not torch.is_grad_enabled():
+        return gradients
+    return tuple(_FirstOrder.apply(op, gradient, *sources) for gradient in gradients)
 
 
 def needed(ctx: Any) -> list[bool]:
