@@ -84,7 +84,7 @@ class Projection:
 
         tokens = self.take(inputs.tokens, 0) - first
         self.is_here = (tokens >= 0) & (tokens < self.num_classes)
-        self._tokens = tokens.clamp(0, max(self.num_classes - 1, 0))
+        self._tokens = torch.where(self.is_here, tokens, 0)
         self._first = first
         self.chunk = self.chunk or _chunk_rows(len(inputs.weight), self.dtype, hidden.device)
         self._buffer = hidden.new_empty(
