@@ -13,7 +13,11 @@ from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastrl
-from fastrl.ops.token_logprobs.op import token_logprobs_backward_op, token_logprobs_op
+from fastrl.ops.token_logprobs.op import (
+    token_logprobs_backward_inplace_op,
+    token_logprobs_backward_op,
+    token_logprobs_op,
+)
 from tests.helpers import HALF_DTYPES, assert_close, leaf, same_bits, with_threads
 from tests.ops.logprobs import gradient, inputs, reference
 
@@ -161,6 +165,24 @@ def test_large_gradient_past_the_caches() -> None:
         for i in (0, 1, 2, 57, 89):
             one = slice(i, i + 1)
             assert same_bits(whole[one], gradient(x[one], tokens[one], g[one], h[one], impl="cpu"))
+
+
+def test_gradient_in_place_of_the_logits() -> None:
+    """The same bits as the gradient in memory of its own, the target at either end of its row."""
+    for dtype in (torch.float32, *HALF_DTYPES, torch.float64):
+        for vocabulary in (1, 7, 4097, 50257):
+            logits, tokens = inputs(4, vocabulary, dtype)
+            tokens[:2] = torch.tensor([0, vocabulary - 1])
+            statistics = token_logprobs_op(logits, tokens, None, 0.7, True)[2]
+            g, h = torch.randn(2, 4).to(statistics.dtype)
+            g[3] = h[3] = 0
+            arguments = (logits, tokens, None, 0.7, statistics)
+            expected = token_logprobs_backward_op(g, h, *arguments)
+            token_logprobs_backward_inplace_op(g, h, *arguments)
+            assert same_bits(logits, expected)
+    torch.library.opcheck(token_logprobs_backward_inplace_op, (g, h, *arguments))
+    with pytest.raises(RuntimeError, match="contiguous to be overwritten"):
+        token_logprobs_backward_inplace_op(g, h, logits[:, ::2], *arguments[1:])
 
 
 def test_gradcheck(impl: str) -> None:

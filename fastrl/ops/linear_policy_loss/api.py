@@ -111,8 +111,8 @@ def linear_policy_loss(
         ValueError, TypeError: as both ops.
 
     Differentiable once in hidden, weight, bias, lora_a and lora_b, through the loss alone; a second derivative raises.
-    Masked positions influence nothing and get gradients of exactly 0. The same inputs and chunk give the same bits from run
-    to run. logp has the same bits as from ``linear_token_logprobs`` with the same rows and chunk, so the ratio of the first
+    Masked positions influence nothing and get gradients of exactly 0. Deterministic: the same inputs and chunk give the
+    same bits from run to run. logp has the same bits as from ``linear_token_logprobs`` with the same rows and chunk, so the ratio of the first
     update is exactly 1. Extra memory: the logits of a chunk and, until the backward pass, the gradients.
 
     Source: forward-pass gradients after Liger-Kernel's fused linear losses and torch's chunked linear cross-entropy.

@@ -85,8 +85,8 @@ def linear_token_logprobs(
 
     Differentiable once in hidden, weight, bias, lora_a and lora_b; a second derivative raises. The gradient of a masked row
     is exactly 0, whatever stands there. With a process group gradients of hidden and lora_a are summed over its ranks.
-    Products run in the dtype of the inputs, or that of autocast, through torch; float16 on CPU in float32. The same
-    inputs and chunk give the same bits from run to run; another chunk may change how the products round, and nothing else.
+    Products run in the dtype of the inputs, or that of autocast, through torch; float16 on CPU in float32.
+    Deterministic: the same inputs and chunk give the same bits from run to run; another chunk may change how the products round, and nothing else.
     Extra memory: the logits of a chunk, twice with a gradient where no kernel works in place, and for the gradient of a
     bfloat16 weight its float32 sum.
 
