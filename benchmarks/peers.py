@@ -7,6 +7,7 @@ import warnings
 from functools import cache
 from importlib import import_module, metadata
 from types import ModuleType
+from typing import Any
 
 # verl would load the plugin of an installed fastrl and be compared with itself.
 os.environ.setdefault("FASTRL_VERL", "0")
@@ -35,6 +36,11 @@ def verl_algorithms() -> ModuleType:
 def verl_functional() -> ModuleType:
     """verl's masked statistics and log-probabilities."""
     return _module("verl.utils.torch_functional")
+
+
+def liger_grpo() -> Any:
+    """Liger-Kernel's chunked GRPO loss over an lm_head, which is plain torch and runs on CPU."""
+    return _module("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss
 
 
 def version(package: str) -> str | None:

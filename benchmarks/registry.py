@@ -29,7 +29,8 @@ class Bar(NamedTuple):
     """A figure that DESIGN section 8 demands.
 
     kind "speedup": the provider's time over fastrl's, at least `limit`; "bandwidth": the provider's bytes per second over
-    those of a copy, at least; "overhead": the provider's time over that of torch.mul, at most.
+    those of a copy, at least; "overhead": the provider's time over that of torch.mul, at most;
+    "memory": the provider's peak bytes over fastrl's, at least.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class Prepared(NamedTuple):
     providers: list[Provider]
     missing: dict[str, str]
     expected: Callable[[], Results]
+    tolerance: float = 1e-4  # largest difference as a share of the largest expected value
 
 
 class Case(NamedTuple):
@@ -62,6 +64,7 @@ class Case(NamedTuple):
     minimum_bytes: int
     bars: tuple[Bar, ...]
     prepare: Callable[[], Prepared]
+    has_memory: bool = False  # peak bytes are counted too
 
     @property
     def name(self) -> str:

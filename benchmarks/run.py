@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import machine
+from benchmarks import machine, registry_linear
+from benchmarks.memory import peak_bytes
 from benchmarks.registry import Bar, Case, cases, selected
 from benchmarks.timing import Timing, copy_bandwidth, measure
 from benchmarks.verify import verified
@@ -22,6 +23,7 @@ RESULTS = Path(__file__).parent / "results"
 KINDS = {
     "speedup": "{provider} / fastrl >= {limit:g}x",
     "bandwidth": "{provider} >= {limit:.0%} of a copy",
+    "memory": "{provider} peak / fastrl peak >= {limit:g}x",
     "overhead": "{provider} / torch.mul <= {limit:g}x",
 }
 
@@ -36,6 +38,7 @@ class Measured(NamedTuple):
     missing: dict[str, str]
     notes: dict[str, str]
     copy_bytes_per_second: float
+    peaks: dict[str, int] = {}  # noqa: RUF012
 
     def ratio(self, provider: str) -> float | None:
         """Time of a provider over that of the first one; None unless both are right."""
@@ -53,6 +56,11 @@ class Measured(NamedTuple):
             if bar.provider not in self.timings:
                 return None
             return self.bytes_per_second(bar.provider) / self.copy_bytes_per_second
+        if bar.kind == "memory":
+            first = next(iter(self.notes))
+            if bar.provider not in self.peaks or first not in self.peaks:
+                return None
+            return self.peaks[bar.provider] / self.peaks[first]
         return self.ratio(bar.provider)
 
     def met(self, bar: Bar) -> bool | None:
@@ -72,7 +80,9 @@ def run_case(case: Case, rounds: int) -> Measured:
     timings = measure(right, rounds)
     after = copy_bandwidth(rounds)
     notes = {p.name: p.note for p in prepared.providers}
-    return Measured(case, timings, errors, wrong, prepared.missing, notes, (before + after) / 2)
+    peaks = {name: peak_bytes(call) for name, call in right.items()} if case.has_memory else {}
+    copied = (before + after) / 2
+    return Measured(case, timings, errors, wrong, prepared.missing, notes, copied, peaks)
 
 
 def report(measured: Measured, judge: bool) -> str:
@@ -98,6 +108,8 @@ def report(measured: Measured, judge: bool) -> str:
             share = measured.bytes_per_second(name) / measured.copy_bytes_per_second
             line += f"{measured.bytes_per_second(name) / 1e9:>8.2f}{share:>9.1%}"
             line += f"{measured.errors[name]:>9.0e}"
+        if name in measured.peaks:
+            line += f"  peak {measured.peaks[name] / 1e6:.0f} MB"
         if measured.notes[name]:
             line += f"  {measured.notes[name]}"
         lines.append(line)
@@ -138,6 +150,8 @@ def records(measured: Measured, context: dict[str, Any], judge: bool) -> list[di
             line["minimum_bytes"] = case.minimum_bytes
             line["gb_per_s"] = _rounded(measured.bytes_per_second(name) / 1e9)
             line["copy_gb_per_s"] = _rounded(measured.copy_bytes_per_second / 1e9)
+        if name in measured.peaks:
+            line["peak_bytes"] = measured.peaks[name]
         about = [bar for bar in case.bars if judge and bar.provider == name]
         line["bars"] = [
             {
@@ -167,9 +181,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(options.threads)
     judge = not options.quick
     scale = "quick" if options.quick else "full"
-    chosen = list(selected(cases(scale, with_compile=not options.no_compile), options.op or []))
+    with_compile = not options.no_compile
+    everything = [*cases(scale, with_compile=with_compile)]
+    everything += registry_linear.cases(scale, with_compile=with_compile)
+    chosen = list(selected(everything, options.op or []))
     if not chosen:
-        known = sorted({case.op.replace(" ", "_") for case in cases(scale)})
+        known = sorted({case.op.replace(" ", "_") for case in everything})
         print(f"no op is called {', '.join(options.op)}; there are {', '.join(known)}")
         return 2
     now = datetime.datetime.now(datetime.timezone.utc)

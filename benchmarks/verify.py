@@ -32,11 +32,11 @@ def error(got: Results, expected: Results) -> float:
     return largest
 
 
-def check(provider: Provider, expected: Results) -> float:
+def check(provider: Provider, expected: Results, tolerance: float = TOLERANCE) -> float:
     """Run the provider once; return its error, or raise ``Disagreement`` when that is too large."""
     found = error(provider.comparable(provider.call()), expected)
-    if not found <= TOLERANCE:
-        raise Disagreement(f"differs by {found:.1e} from float64, more than {TOLERANCE:.0e}")
+    if not found <= tolerance:
+        raise Disagreement(f"differs by {found:.1e} from float64, more than {tolerance:.0e}")
     return found
 
 
@@ -47,7 +47,7 @@ def verified(prepared: Prepared) -> tuple[dict[str, float], dict[str, str]]:
     wrong: dict[str, str] = {}
     for provider in prepared.providers:
         try:
-            errors[provider.name] = check(provider, expected)
+            errors[provider.name] = check(provider, expected, prepared.tolerance)
         except Disagreement as disagreement:
             wrong[provider.name] = str(disagreement)
     return errors, wrong

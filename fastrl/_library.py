@@ -31,11 +31,20 @@ class Definition(NamedTuple):
     operators: Operators
 
 
+class Composition(NamedTuple):
+    """An operator written in Python, and the operators that it calls."""
+
+    function: Callable[..., Any]
+    parts: tuple[str, ...]
+
+
 definitions: dict[str, Definition] = {}
 
 # Filled when an operator is defined: a look-up in a dict can be traced, a question to the dispatcher cannot.
 _kernels: dict[str, tuple[str, ...]] = {}
 _triton_kernels: set[str] = set()
+# Operators written in Python over other operators, and those.
+compositions: dict[str, Composition] = {}
 
 
 def define(name: str, signature: str, fake: Callable[..., Any]) -> Operators:
@@ -67,6 +76,34 @@ def implement_in_triton(name: str, module: str) -> None:
     _triton_kernels.add(name)
 
 
+def compose(
+    name: str,
+    signature: str,
+    fake: Callable[..., Any],
+    function: Callable[..., Any],
+    parts: tuple[str, ...],
+) -> Operators:
+    """Declare operator ``name`` as Python code over the operators ``parts``: it has a kernel where all of them have one.
+
+    ``function(impl, *args)`` takes its parts from the implementation that it is told.
+    """
+    operators = define(name, signature, fake)
+    for key in _DISPATCH_KEYS:
+        _COMPILED.impl(name, bound(function, key.lower()), key)
+        _TRITON.impl(name, bound(function, "triton"), key)
+    compositions[name] = Composition(function, parts)
+    return operators
+
+
+def bound(function: Callable[..., Any], impl: str) -> Callable[..., Any]:
+    """``function`` with its first argument given, as a function of its own."""
+
+    def kernel(*args: Any) -> Any:
+        return function(impl, *args)
+
+    return kernel
+
+
 def result_dtype(dtype: torch.dtype) -> torch.dtype:
     """Results are float32, float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -74,11 +111,16 @@ def result_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def has_kernel(name: str, dispatch_key: str) -> bool:
     """Whether the compiled module implements ``fastrl::name`` for a dispatch key such as ``"CPU"``."""
-    return dispatch_key in _kernels.get(name, ())
+    return all(dispatch_key in _kernels.get(part, ()) for part in parts_of(name))
 
 
 def has_triton_kernel(name: str) -> bool:
-    return name in _triton_kernels
+    return all(part in _triton_kernels for part in parts_of(name))
+
+
+def parts_of(name: str) -> tuple[str, ...]:
+    """The operators with kernels that ``name`` runs: itself unless it is a composition."""
+    return compositions[name].parts if name in compositions else (name,)
 
 
 def _load_compiled() -> str | None:

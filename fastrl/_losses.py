@@ -67,17 +67,28 @@ def aggregate(x: Tensor, rows: TokenRows, agg: str, denom: float | Tensor | None
         total = (rows.sums(x) / rows.counts.clamp(min=1).to(x.dtype)).sum()
     else:
         total = x.sum()
+    by = divisor(rows, agg, denom, x.shape[-1])
+    return total / (by.to(x.dtype) if isinstance(by, Tensor) else by)
+
+
+def divisor(rows: TokenRows, agg: str, denom: float | Tensor | None, width: int) -> float | Tensor:
+    """What the sum of ``agg`` is divided by; rows are ``width`` wide where they are padded."""
     if agg == "token_sum":
-        return total
-    if denom is None:
-        if agg == "token_mean":
-            denom = rows.num_tokens()
-        elif agg == "seq_mean_token_sum_norm":
-            denom = rows.num_sequences() * x.shape[-1]
-        else:
-            denom = rows.num_sequences()
-        denom = denom.clamp(min=1)
-    return total / (denom.to(x.dtype) if isinstance(denom, Tensor) else denom)
+        return 1.0
+    if denom is not None:
+        return denom
+    if agg == "token_mean":
+        return rows.num_tokens().clamp(min=1)
+    scale = width if agg == "seq_mean_token_sum_norm" else 1
+    return (rows.num_sequences() * scale).clamp(min=1)
+
+
+def token_weights(rows: TokenRows, agg: str, denom: float | Tensor | None, width: int) -> Tensor:
+    """The factor that ``agg`` gives the loss of each token, float64."""
+    factor = torch.ones_like(rows.valid, dtype=torch.float64)
+    if agg == "seq_mean_token_mean":
+        factor = factor / rows.spread(rows.counts.clamp(min=1))
+    return factor / divisor(rows, agg, denom, width)
 
 
 def aggregation(

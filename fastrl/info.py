@@ -21,6 +21,8 @@ OPS = {
     "discounted_returns": "discounted_returns",
     "gae": "gae",
     "group_advantages": "group_advantages",
+    "linear_policy_loss": "linear_policy_loss",
+    "linear_token_logprobs": "linear_token_logprobs",
     "policy_loss": "policy_loss",
     "token_logprobs": "token_logprobs",
     "value_loss": "value_loss",

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import machine, plain, run
+from benchmarks import machine, plain, registry_linear, run
+from benchmarks.memory import peak_bytes
 from benchmarks.peers import MissingPeer
 from benchmarks.registry import Bar, Case, Prepared, Provider, cases
 from benchmarks.timing import measure
@@ -19,7 +20,7 @@ from benchmarks.verify import Disagreement, check, verified
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 
-TINY = cases("tiny", with_compile=False)
+TINY = [*cases("tiny", with_compile=False), *registry_linear.cases("tiny", with_compile=False)]
 
 
 @pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)
@@ -45,6 +46,21 @@ def test_there_is_a_case_for_every_bar_of_the_design() -> None:
     assert bars["policy_loss", "speedup", "torch.compile"] == 1.5
     assert bars["token_logprobs", "speedup", "eager"] == 5
     assert bars["call overhead", "overhead", "gae"] == 3
+    linear = registry_linear.cases()
+    bars = {(case.op, bar.kind, bar.provider): bar.limit for case in linear for bar in case.bars}
+    assert bars["linear_policy_loss", "memory", "eager"] == 8
+    assert bars["linear_policy_loss", "memory", "liger"] == 1
+    assert bars["linear_policy_loss", "speedup", "eager"] == 1
+    assert bars["linear_policy_loss", "speedup", "liger"] == 1
+
+
+def test_peak_memory_counts_what_lives_at_the_same_time() -> None:
+    def call() -> object:
+        first = torch.ones(1_000_000)
+        del first
+        return torch.ones(500_000) + torch.ones(1)
+
+    assert 4_000_000 <= peak_bytes(call) < 4_200_000
 
 
 def test_the_scan_that_torch_compile_gets_is_right() -> None:
@@ -154,6 +170,7 @@ def test_run_writes_complete_records(
 ) -> None:
     monkeypatch.setattr(run, "copy_bandwidth", lambda rounds: 1e10)
     monkeypatch.setattr(run, "cases", lambda scale, **_: TINY)
+    monkeypatch.setattr(registry_linear, "cases", lambda scale, **_: [])
     target = tmp_path / "folder" / "results.jsonl"
     arguments = ["--op", "group_advantages", "--quick", "--json", str(target)]
     assert run.main(arguments) == 0

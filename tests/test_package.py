@@ -20,7 +20,14 @@ from tests.conftest import built_capabilities
 ROOT = Path(__file__).parent.parent
 PUBLIC_OPS = (
     *("affine_scan", "discounted_returns", "gae", "group_advantages", "group_ids"),
-    *("policy_loss", "token_logprobs", "value_loss", "whiten"),
+    *(
+        "linear_policy_loss",
+        "linear_token_logprobs",
+        "policy_loss",
+        "token_logprobs",
+        "value_loss",
+        "whiten",
+    ),
 )
 
 

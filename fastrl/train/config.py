@@ -50,6 +50,9 @@ class ModelConfig:
     """Characters of the tiny model's tokenizer, one token each."""
     autocast: Literal["none", "bfloat16"] = "none"
     """Precision of the matrix products; weights, optimiser and losses stay in float32."""
+    head: Literal["fused", "eager"] = "fused"
+    """"fused" goes from hidden states to log-probabilities and losses without the logits of a
+    micro-batch; "eager" computes them all. The results agree up to rounding."""
     share_prompts: bool = True
     """Run each distinct prompt of a micro-batch once and let its samples attend to the result."""
 

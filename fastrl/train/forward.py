@@ -6,7 +6,8 @@ of the first update is exactly 1 and not 1 up to rounding.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from fastrl.train.config import Config
 from fastrl.train.metrics import Timer
 from fastrl.train.models import Policy, ValueModel, autocast, completion_hidden
 
-__all__ = ["TokenOutputs", "policy_outputs", "values_of"]
+__all__ = ["TokenOutputs", "policy_loss", "policy_outputs", "values_of"]
 
 
 class TokenOutputs(NamedTuple):
@@ -30,18 +31,65 @@ class TokenOutputs(NamedTuple):
 def policy_outputs(
     policy: Policy, micro: MicroBatch, config: Config, timer: Timer, *, entropy: bool = False
 ) -> TokenOutputs:
-    """Log-probabilities under `policy` at the temperature of sampling; logits only where needed."""
+    """Log-probabilities under `policy` at the temperature of sampling."""
+    hidden = _hidden(policy, micro, config)
+    temperature = config.rollout.temperature
+    if config.model.head == "fused":
+        with timer("fastrl"), autocast(config.model, policy.device):
+            logp, entropies = fastrl.linear_token_logprobs(
+                hidden,
+                tokens=micro.tokens,
+                temperature=temperature,
+                entropy=entropy,
+                **policy.head_options(),
+            )
+        return TokenOutputs(logp, entropies, hidden)
+    with autocast(config.model, policy.device):
+        logits = policy.logits(hidden)
+    with timer("fastrl"):
+        logp, entropies = fastrl.token_logprobs(
+            logits, micro.tokens, temperature=temperature, entropy=entropy
+        )
+    return TokenOutputs(logp, entropies, hidden)
+
+
+def policy_loss(
+    policy: Policy,
+    micro: MicroBatch,
+    config: Config,
+    timer: Timer,
+    old_logp: Tensor,
+    advantages: Tensor,
+    **options: Any,
+) -> tuple[fastrl.PolicyLoss | fastrl.LinearPolicyLoss, Tensor]:
+    """The policy loss of the trained tokens with `options` of `fastrl.policy_loss`, and their hidden states."""
+    options |= dataclasses.asdict(config.loss) | {"cu_seqlens": micro.cu_seqlens}
+    if config.model.head == "fused":
+        hidden = _hidden(policy, micro, config)
+        with timer("fastrl"), autocast(config.model, policy.device):
+            return fastrl.linear_policy_loss(
+                hidden,
+                tokens=micro.tokens,
+                old_logp=old_logp,
+                advantages=advantages,
+                temperature=config.rollout.temperature,
+                entropy=True,
+                **policy.head_options(),
+                **options,
+            ), hidden
+    out = policy_outputs(policy, micro, config, timer, entropy=True)
+    with timer("fastrl"):
+        loss = fastrl.policy_loss(out.logp, old_logp, advantages, entropy=out.entropy, **options)
+    return loss, out.hidden
+
+
+def _hidden(policy: Policy, micro: MicroBatch, config: Config) -> Tensor:
+    """The states [N, H] that predict the trained tokens: no others reach the head."""
     with autocast(config.model, policy.device):
         hidden = completion_hidden(
             policy.trunk, micro.inputs, share_prompts=config.model.share_prompts
         )
-        hidden = hidden.flatten(0, 1).index_select(0, micro.hidden_index)
-        logits = policy.head(hidden)
-    with timer("fastrl"):
-        logp, entropies = fastrl.token_logprobs(
-            logits, micro.tokens, temperature=config.rollout.temperature, entropy=entropy
-        )
-    return TokenOutputs(logp, entropies, hidden)
+    return hidden.flatten(0, 1).index_select(0, micro.hidden_index)
 
 
 def values_of(

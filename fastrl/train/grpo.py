@@ -7,7 +7,6 @@ the loss. Dr. GRPO is grpo.scale = "none" with loss.agg = "seq_mean_token_sum_no
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 import fastrl
 from fastrl.train.batch import Batch, MicroBatch, MiniBatch, fill
 from fastrl.train.config import Config
-from fastrl.train.forward import policy_outputs
+from fastrl.train.forward import policy_loss, policy_outputs
 from fastrl.train.metrics import StepMetrics, Timer
 from fastrl.train.models import Policy
 
@@ -86,27 +85,20 @@ class GRPO:
     ) -> Tensor:
         """The share of one micro-batch in the loss of its mini-batch."""
         options, kl = self.config.loss, self.config.kl
-        out = policy_outputs(self.policy, micro, self.config, self.timer, entropy=True)
         old_logp, advantages = (
             t.flatten()[micro.batch_index] for t in (targets.old_logp, targets.advantages)
         )
         ref_logp = None
         if targets.ref_logp is not None:
             ref_logp = targets.ref_logp.flatten()[micro.batch_index]
-        with self.timer("fastrl"):
-            result = fastrl.policy_loss(
-                out.logp,
-                old_logp,
-                advantages,
-                **dataclasses.asdict(options),
-                ref_logp=ref_logp,
-                kl=None if ref_logp is None else kl.estimator,
-                kl_grad=kl.grad,
-                kl_coef=kl.coef,
-                entropy=out.entropy,
-                denom=mini.denominator(options.agg, self.config.rollout.max_new_tokens),
-                cu_seqlens=micro.cu_seqlens,
-            )
+        result, _ = policy_loss(
+            *(self.policy, micro, self.config, self.timer, old_logp, advantages),
+            ref_logp=ref_logp,
+            kl=None if ref_logp is None else kl.estimator,
+            kl_grad=kl.grad,
+            kl_coef=kl.coef,
+            denom=mini.denominator(options.agg, self.config.rollout.max_new_tokens),
+        )
         metrics.policy(result)
         return result.loss
 

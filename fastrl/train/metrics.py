@@ -85,7 +85,9 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("time/optimizer", "gradient clipping and optimiser steps", "s"),
     Metric(
-        "time/fastrl", "forward calls of fastrl ops; their backward is in forward_backward", "s"
+        "time/fastrl",
+        "forward calls of fastrl ops, the fused head among them; backward is in forward_backward",
+        "s",
     ),
     Metric("time/other", "time/step less the parts above", "s"),
     Metric("time/step", "the step without evaluation and checkpoints", "s"),
@@ -140,7 +142,7 @@ class StepMetrics:
         self._value: list[Tensor] = []
         self._sums: defaultdict[str, list[Tensor]] = defaultdict(list)
 
-    def policy(self, out: fastrl.PolicyLoss) -> None:
+    def policy(self, out: fastrl.PolicyLoss | fastrl.LinearPolicyLoss) -> None:
         """Take the metrics of one micro-batch's policy loss."""
         self._policy.append(out.metrics)
         self._sums["policy/loss"].append(out.loss.detach())

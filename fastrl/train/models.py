@@ -48,14 +48,11 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.tokenizer = tokenizer
-        for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
-            # Their factor sits between head and loss in the model's own forward, which is not run.
-            if getattr(model.config, name, None) not in (None, 1, 1.0):
-                raise ValueError(
-                    f"model: {type(model).__name__} changes its logits after the head ({name} = "
-                    f"{getattr(model.config, name)}), which this trainer does not do; use a model "
-                    "whose logits are head(hidden)"
-                )
+        # What stands between head and loss in the model's own forward, which is not run.
+        config = model.config.get_text_config()
+        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        scale = getattr(config, "logit_scale", None) or 1.0
+        self.logit_scale = float(scale) / float(getattr(config, "logits_scaling", None) or 1.0)
         ends = model.generation_config.eos_token_id
         ends = tokenizer.eos_token_id if ends is None else ends
         if ends is None:
@@ -71,6 +68,30 @@ class Policy(nn.Module):
     @property
     def head(self) -> nn.Module:
         return cast(nn.Module, self.model.get_output_embeddings())
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of hidden states [..., H]."""
+        logits = cast(Tensor, self.head(hidden))
+        if self.logit_scale != 1:
+            logits = logits * self.logit_scale
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits
+
+    def head_options(self) -> dict[str, Any]:
+        """The head as the keyword arguments of `fastrl.linear_token_logprobs`."""
+        head = self.head
+        if not isinstance(head, nn.Linear):
+            raise ValueError(
+                f"model: the head is a {type(head).__name__} and not a Linear layer; set "
+                'model.head = "eager"'
+            )
+        return {
+            "weight": head.weight,
+            "bias": head.bias,
+            "softcap": self.softcap,
+            "logit_scale": self.logit_scale,
+        }
 
     @property
     def device(self) -> torch.device:

@@ -7,7 +7,6 @@ controller steers to a target. The critic is a value head on the policy's trunk 
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 import fastrl
 from fastrl.train.batch import Batch, MicroBatch, MiniBatch, fill
 from fastrl.train.config import Config
-from fastrl.train.forward import policy_outputs, values_of
+from fastrl.train.forward import policy_loss, policy_outputs, values_of
 from fastrl.train.metrics import StepMetrics, Timer
 from fastrl.train.models import Policy, ValueModel
 
@@ -109,23 +108,16 @@ class PPO:
         """The share of one micro-batch in the loss of its mini-batch."""
         options, ppo = self.config.loss, self.config.ppo
         warming_up = self.num_steps < ppo.warmup_steps
-        with torch.set_grad_enabled(not warming_up):
-            out = policy_outputs(self.policy, micro, self.config, self.timer, entropy=True)
-        values = values_of(self.critic, micro, self.config, out.hidden)
         old_logp, advantages, old_values, returns = (
             t.flatten()[micro.batch_index] for t in targets
         )
         denom = mini.denominator(options.agg, self.config.rollout.max_new_tokens)
-        with self.timer("fastrl"):
-            policy_result = fastrl.policy_loss(
-                out.logp,
-                old_logp,
-                advantages,
-                **dataclasses.asdict(options),
-                entropy=out.entropy,
-                denom=denom,
-                cu_seqlens=micro.cu_seqlens,
+        with torch.set_grad_enabled(not warming_up):
+            policy_result, hidden = policy_loss(
+                *(self.policy, micro, self.config, self.timer, old_logp, advantages), denom=denom
             )
+        values = values_of(self.critic, micro, self.config, hidden)
+        with self.timer("fastrl"):
             value_result = fastrl.value_loss(
                 values,
                 None if ppo.value_clip is None else old_values,

@@ -114,7 +114,7 @@ class TransformersGenerator:
         ends = torch.tensor(policy.eos_ids, device=device)
         alive = torch.arange(num_rows, device=device)
         for step in range(num_steps):
-            token = _draw(policy.head(hidden), draws[alive, step], temperature)
+            token = _draw(policy.logits(hidden), draws[alive, step], temperature)
             tokens[alive, step] = token
             # Finished rows leave the batch; copying the cache for them costs less than running them.
             keep = (~torch.isin(token, ends)).nonzero().squeeze(1)

@@ -180,6 +180,9 @@ def _define_operators() -> dict[str, Any]:
     operators = {}
     for name, definition in _library.definitions.items():
         library.define(name + definition.signature, tags=(torch.Tag.pt2_compliant_tag,))
+        if name in _library.compositions:
+            composition = _library.compositions[name]
+            library.impl(name, _library.bound(composition.function, "cuda"), "CPU")
         if torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", "CPU"):
             torch.library.register_fake(f"{NAMESPACE}::{name}", definition.fake, lib=library)
             operators[name] = getattr(getattr(torch.ops, NAMESPACE), name).default

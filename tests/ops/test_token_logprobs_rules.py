@@ -13,7 +13,10 @@ from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastrl
-from fastrl.ops.token_logprobs.op import token_logprobs_backward_op, token_logprobs_op
+from fastrl.ops.token_logprobs.op import (
+    token_logprobs_backward_op,
+    token_logprobs_op,
+)
 from tests.helpers import HALF_DTYPES, assert_close, leaf, same_bits, with_threads
 from tests.ops.logprobs import gradient, inputs, reference
 

@@ -26,6 +26,27 @@ class PolicyLoss(NamedTuple):
         return dict(zip(POLICY_METRICS, self.metrics.unbind()))
 
 
+class PolicyOptions(NamedTuple):
+    """The keyword arguments that say which loss, as the caller gave them."""
+
+    ratio: str
+    surrogate: str
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None
+    ratio_cap: float | None
+    log_ratio_clamp: float | None
+    kl: str | None
+    kl_grad: str
+    kl_coef: float
+    kl_input_clamp: float | None
+    kl_clamp: float | None
+    entropy_coef: float
+    agg: str
+    denom: float | Tensor | None
+    cu_seqlens: Tensor | None
+
+
 def policy_loss(
     logp: Tensor,
     old_logp: Tensor,
@@ -156,42 +177,29 @@ def policy_loss(
     1
     """
     name = "policy_loss"
-    _checks.floating(name, "logp", logp)
-    rows = _checks.num_rows(name, "logp", logp, cu_seqlens)
-    _checks.mask(name, mask, logp, "logp")
-    _like(logp, "old_logp", old_logp)
-    _like(logp, "advantages", advantages, rows)
-    if is_weights is not None:
-        _like(logp, "is_weights", is_weights, rows)
-    if entropy is not None:
-        _like(logp, "entropy", entropy)
-    _options(ratio, surrogate, kl, kl_grad)
-    if kl is None:
-        ref_logp = None
-    elif ref_logp is None:
-        raise ArgumentError(
-            f"{name}: ref_logp must be given for kl={kl!r}, got None; pass it, or kl=None"
-        )
-    else:
-        _like(logp, "ref_logp", ref_logp)
-    number = _checks.number
-    terms = Terms(
+    options = PolicyOptions(
         ratio,
         surrogate,
-        number(name, "clip_low", clip_low, 0.0),
-        number(name, "clip_high", clip_high, 0.0),
-        _bound("dual_clip", dual_clip, 1.0),
-        _bound("ratio_cap", ratio_cap, 0.0),
-        _bound("log_ratio_clamp", log_ratio_clamp, 0.0),
+        clip_low,
+        clip_high,
+        dual_clip,
+        ratio_cap,
+        log_ratio_clamp,
         kl,
         kl_grad,
-        number(name, "kl_coef", kl_coef),
-        _bound("kl_input_clamp", kl_input_clamp, 0.0),
-        _bound("kl_clamp", kl_clamp, 0.0),
-        number(name, "entropy_coef", entropy_coef),
+        kl_coef,
+        kl_input_clamp,
+        kl_clamp,
+        entropy_coef,
+        agg,
+        denom,
+        cu_seqlens,
     )
-    packed = cu_seqlens is not None
-    divisor, divisor_tensor = _losses.aggregation(name, agg, denom, packed, logp.device)
+    if kl is None:
+        ref_logp = None
+    terms, divisor, divisor_tensor = checked(
+        name, logp, old_logp, advantages, mask, is_weights, ref_logp, entropy, options
+    )
     implementation = _backends.resolve(name, impl, logp.device)
     if implementation == "reference":
         chosen = divisor_tensor if divisor_tensor is not None else divisor or None
@@ -211,7 +219,55 @@ def policy_loss(
     return PolicyLoss(*op.call(implementation, logp, entropy, others, False, False)[:2])
 
 
-def _like(logp: Tensor, name: str, value: Tensor, rows: int | None = None) -> None:
+def checked(
+    name: str,
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None,
+    is_weights: Tensor | None,
+    ref_logp: Tensor | None,
+    entropy: Tensor | None,
+    options: PolicyOptions,
+) -> tuple[Terms, float, Tensor | None]:
+    """Check everything; return the terms, and denom as a number (or "the default") and a tensor or None."""
+    _checks.floating(name, "logp", logp)
+    rows = _checks.num_rows(name, "logp", logp, options.cu_seqlens)
+    _checks.mask(name, mask, logp, "logp")
+    _like(name, logp, "old_logp", old_logp)
+    _like(name, logp, "advantages", advantages, rows)
+    if is_weights is not None:
+        _like(name, logp, "is_weights", is_weights, rows)
+    if entropy is not None:
+        _like(name, logp, "entropy", entropy)
+    _choices(name, options)
+    if ref_logp is not None:
+        _like(name, logp, "ref_logp", ref_logp)
+    elif options.kl is not None:
+        raise ArgumentError(
+            f"{name}: ref_logp must be given for kl={options.kl!r}, got None; pass it, or kl=None"
+        )
+    number = _checks.number
+    terms = Terms(
+        options.ratio,
+        options.surrogate,
+        number(name, "clip_low", options.clip_low, 0.0),
+        number(name, "clip_high", options.clip_high, 0.0),
+        _bound(name, "dual_clip", options.dual_clip, 1.0),
+        _bound(name, "ratio_cap", options.ratio_cap, 0.0),
+        _bound(name, "log_ratio_clamp", options.log_ratio_clamp, 0.0),
+        options.kl,
+        options.kl_grad,
+        number(name, "kl_coef", options.kl_coef),
+        _bound(name, "kl_input_clamp", options.kl_input_clamp, 0.0),
+        _bound(name, "kl_clamp", options.kl_clamp, 0.0),
+        number(name, "entropy_coef", options.entropy_coef),
+    )
+    packed = options.cu_seqlens is not None
+    return terms, *_losses.aggregation(name, options.agg, options.denom, packed, logp.device)
+
+
+def _like(op: str, logp: Tensor, name: str, value: Tensor, rows: int | None = None) -> None:
     """``value`` is shaped like logp, or has one element per row when ``rows`` is given, and is float64 if logp is."""
     if (
         isinstance(value, Tensor)
@@ -220,41 +276,41 @@ def _like(logp: Tensor, name: str, value: Tensor, rows: int | None = None) -> No
         and value.device == logp.device
     ):
         return  # the usual case in one look: a call on a few elements must stay cheap
-    _checks.floating("policy_loss", name, value)
+    _checks.floating(op, name, value)
     if value.shape != logp.shape and (rows is None or value.shape != (rows,)):
         per_row = "" if rows is None else f" or one element per sequence, [{rows}],"
         raise ArgumentError(
-            f"policy_loss: {name} must have the shape of logp, {list(logp.shape)},{per_row} "
+            f"{op}: {name} must have the shape of logp, {list(logp.shape)},{per_row} "
             f"got {list(value.shape)}"
         )
-    _checks.same_device("policy_loss", name, value, logp.device, "logp")
+    _checks.same_device(op, name, value, logp.device, "logp")
     if (value.dtype == torch.float64) != (logp.dtype == torch.float64):
         raise ArgumentError(
-            f"policy_loss: logp and {name} must both be float64 or neither, got {logp.dtype} and {value.dtype}; "
+            f"{op}: logp and {name} must both be float64 or neither, got {logp.dtype} and {value.dtype}; "
             "convert one of them"
         )
 
 
-def _options(ratio: str, surrogate: str, kl: str | None, kl_grad: str) -> None:
-    for name, value, allowed in (
-        ("ratio", ratio, op.RATIOS),
-        ("surrogate", surrogate, op.SURROGATES),
-        ("kl_grad", kl_grad, op.KL_GRADS),
+def _choices(name: str, options: PolicyOptions) -> None:
+    for argument, value, allowed in (
+        ("ratio", options.ratio, op.RATIOS),
+        ("surrogate", options.surrogate, op.SURROGATES),
+        ("kl_grad", options.kl_grad, op.KL_GRADS),
     ):
         if value not in allowed:
-            _checks.option("policy_loss", name, value, tuple(allowed))
-    if kl is not None and kl not in op.KLS:
-        _checks.option("policy_loss", "kl", kl, tuple(op.KLS))
+            _checks.option(name, argument, value, tuple(allowed))
+    if options.kl is not None and options.kl not in op.KLS:
+        _checks.option(name, "kl", options.kl, tuple(op.KLS))
 
 
-def _bound(name: str, value: float | None, low: float) -> float:
+def _bound(op: str, name: str, value: float | None, low: float) -> float:
     """A number greater than ``low``, infinity for None."""
     if value is None:
         return math.inf
-    value = _checks.number("policy_loss", name, value)
+    value = _checks.number(op, name, value)
     if value <= low:
         raise ArgumentError(
-            f"policy_loss: {name} must be greater than {low:g} or None, got {value!r}; "
+            f"{op}: {name} must be greater than {low:g} or None, got {value!r}; "
             "pass None for no bound"
         )
     return value
