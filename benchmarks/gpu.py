@@ -62,9 +62,7 @@ def measured(case: Case, provider: Provider, inputs: Sequence[Tensor], expected:
     calls: list[Callable[[], object]] = [lambda s=s: call(*s) for s in sets]  # type: ignore[misc]
     times = timing.times(calls, SECONDS if timing.is_gpu() else DRY_SECONDS)
     record: Record = {
-        "note": "; ".join(
-            filter(None, (provider.note, times.why and f"no graph: {times.why}"))
-        ),
+        "note": "; ".join(filter(None, (provider.note, times.why and f"no graph: {times.why}"))),
         **milliseconds("", times.call),
         **milliseconds("events_", times.events),
         **milliseconds("device_", times.device),
@@ -116,7 +114,10 @@ def run_case(
                 inputs = case.inputs()
             yield provider.name, measured(case, provider, inputs, expected)
         except (MissingPeer, ImplementationError) as reason:
-            yield provider.name, {"failed": f"not available: {reason}"}
+            yield (
+                provider.name,
+                {"failed": f"not available: {str(reason).partition('; available on')[0]}"},
+            )
         except Exception as reason:
             yield provider.name, {"failed": timing.one_line(reason)}
         finally:

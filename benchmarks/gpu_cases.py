@@ -348,9 +348,7 @@ def _policy_loss(rows: int, columns: int) -> Case:
         (
             *_ours(ours, means),
             Provider("eager", _always(by(plain.policy_loss)), note="the same formula"),
-            Provider(
-                "torch.compile", lambda: by(_compiled(plain.policy_loss)), starts_slowly=True
-            ),
+            Provider("torch.compile", lambda: by(_compiled(plain.policy_loss)), starts_slowly=True),
             Provider(
                 "verl", verl, note="compute_policy_loss, kl_penalty, agg_loss", starts_slowly=True
             ),
@@ -449,9 +447,10 @@ def _linear_policy_loss(rows: int, columns: int, width: int, classes: int) -> Ca
         logits = flat @ weight.detach().T
         return None, logits @ weight.detach(), logits.T @ flat
 
-    def expected(hidden: Tensor, weight: Tensor, *rest: Tensor) -> Results:
+    def expected(*inputs: Tensor) -> Results:
+        hidden, weight, tokens, old_logp, advantages, mask = inputs
         leaves = (x.detach().double().requires_grad_() for x in (hidden, weight))
-        return ours("reference", *leaves, *rest)
+        return ours("reference", *leaves, tokens, old_logp.double(), advantages.double(), mask)
 
     return Case(
         "linear_policy_loss",
