@@ -16,6 +16,7 @@ Environment:
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import re
@@ -78,6 +79,16 @@ def compiler() -> str:
     if found is None:
         raise Unbuildable(f"no C++ compiler: {wanted!r} is not on PATH; install g++ or set CXX")
     return wanted
+
+
+def ninja() -> list[str]:
+    """The package that pip installs, or the program of the system."""
+    if importlib.util.find_spec("ninja") is not None:
+        return [sys.executable, "-m", "ninja"]
+    found = shutil.which("ninja")
+    if found is None:
+        raise Unbuildable("no ninja, neither as a Python package nor on PATH; pip install ninja")
+    return [found]
 
 
 def capabilities() -> list[str]:
@@ -272,7 +283,7 @@ class NinjaBuild(build_ext):
         try:
             (build_dir / "build.ninja").write_text(ninja_file(build_dir, target))
             jobs = os.environ.get("MAX_JOBS")
-            command = [sys.executable, "-m", "ninja", "-C", str(build_dir)]
+            command = [*ninja(), "-C", str(build_dir)]
             subprocess.run(command + (["-j", jobs] if jobs else []), check=True)
         except (Unbuildable, subprocess.CalledProcessError) as error:
             if os.environ.get("FASTRL_CPP") == "1":

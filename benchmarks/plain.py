@@ -43,8 +43,18 @@ def gae_float64(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam
     return torch.from_numpy(advantages.T.copy()), torch.from_numpy(returns.T.copy())
 
 
-def gae_by_scan(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Results:
-    """Logarithmic depth: one associative scan finds the next valid value, a second one the advantages."""
+def gae_by_scan(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float,
+    lam: float,
+    combine_mode: str = "generic",
+) -> Results:
+    """Logarithmic depth: one associative scan finds the next valid value, a second one the advantages.
+
+    combine_mode "pointwise" becomes one kernel; only GPUs have it.
+    """
     from torch._higher_order_ops.associative_scan import associative_scan
 
     def compose(right: Results, left: Results) -> Results:
@@ -53,7 +63,7 @@ def gae_by_scan(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam
 
     def scan(a: Tensor, b: Tensor) -> Tensor:
         result: Tensor = associative_scan(
-            compose, (a, b), dim=1, reverse=True, combine_mode="generic"
+            compose, (a, b), dim=1, reverse=True, combine_mode=combine_mode
         )[1]
         return result
 
@@ -68,10 +78,11 @@ def gae_by_scan(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam
 def group_advantages(rewards: Tensor, groups: Tensor) -> Results:
     """(reward - mean) / (std + 1e-6) within groups of any size, through scatter-adds; ids are dense."""
     num_groups = int(groups.max()) + 1
-    count = torch.zeros(num_groups).index_add(0, groups, torch.ones_like(rewards))
-    mean = torch.zeros(num_groups).index_add(0, groups, rewards) / count
+    zeros = rewards.new_zeros(num_groups)
+    count = zeros.index_add(0, groups, torch.ones_like(rewards))
+    mean = zeros.index_add(0, groups, rewards) / count
     centred = rewards - mean[groups]
-    squares = torch.zeros(num_groups).index_add(0, groups, centred * centred)
+    squares = zeros.index_add(0, groups, centred * centred)
     std = (squares / (count - 1).clamp_min(1)).sqrt()
     return (centred / (std[groups] + 1e-6),)
 

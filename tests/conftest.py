@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from fastrl import _library
+from tests import without_hypothesis
+
+without_hypothesis.install()
 
 
 def built_capabilities() -> list[str]:
@@ -21,15 +24,30 @@ def built_capabilities() -> list[str]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--impl",
-        choices=("triton", "cuda-on-host"),
-        help="run the tests of the fixture `impl` over GPU kernels, interpreted or compiled for the host, and nothing else",
+        choices=("cuda", "triton", "cuda-on-host", "reference"),
+        help="run the tests of the fixture `impl` over this implementation, and nothing else; kernels for GPUs run there "
+        "(--device=cuda) or are interpreted (triton) or compiled for the host (cuda-on-host)",
+    )
+    parser.addoption(
+        "--device", default="cpu", help="with --impl: where the tests make their tensors, e.g. cuda"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--impl") == "triton" and not _library.triton_interprets:
+    device = torch.device(config.getoption("--device"))
+    if device.type != "cpu":
+        if config.getoption("--impl") in (None, "cuda-on-host"):
+            raise pytest.UsageError("--device needs --impl=cuda, triton or reference")
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise pytest.UsageError("--device=cuda: torch finds no GPU")
+        torch.set_default_device(
+            device
+        )  # before collection: some tests hold tensors of their module
+    elif config.getoption("--impl") == "cuda":
+        raise pytest.UsageError("--impl=cuda needs --device=cuda")
+    elif config.getoption("--impl") == "triton" and not _library.triton_interprets:
         raise pytest.UsageError(
-            "--impl=triton needs triton and TRITON_INTERPRET=1 in the environment"
+            "--impl=triton needs --device=cuda, or triton and TRITON_INTERPRET=1 in the environment"
         )
     if config.getoption("--impl") == "triton":
         from tests import interpreter

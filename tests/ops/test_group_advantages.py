@@ -413,7 +413,7 @@ def test_only_equality_of_group_numbers_matters(impl: str) -> None:
         groups.to(torch.uint8),
         [f"uid-{g}" for g in groups.tolist()],
         groups.tolist(),
-        groups.numpy(),
+        groups.cpu().numpy(),
     ]
     for labels in relabelled:
         got = fastrl.group_advantages(rewards, labels, impl=impl)
