@@ -155,7 +155,7 @@ def test_rule_5_same_bits_padded_on_either_side_and_packed(impl: str, ratio: str
 
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_rule_5_same_bits_of_many_rows_of_uneven_lengths(impl: str, ratio: str) -> None:
-    for lengths, has_holes in itertools.product(uneven_lengths(), (False, True)):
+    for lengths, has_holes in itertools.product(uneven_lengths(impl), (False, True)):
         shape = (len(lengths), max(lengths))
         data = full_batch(shape)
         inside = torch.arange(shape[1]) < torch.tensor(lengths).unsqueeze(1)

@@ -215,7 +215,7 @@ def test_rule_5_same_bits_padded_on_either_side(impl: str) -> None:
 
 
 def test_rule_5_same_bits_of_many_rows_of_uneven_lengths(impl: str) -> None:
-    for lengths, has_holes in itertools.product(uneven_lengths(), (False, True)):
+    for lengths, has_holes in itertools.product(uneven_lengths(impl), (False, True)):
         shape = (len(lengths), max(lengths))
         data = batch(shape)
         inside = torch.arange(shape[1]) < torch.tensor(lengths).unsqueeze(1)

@@ -57,6 +57,8 @@ policy_loss_op = _library.define(
     _fake,
 )
 
+_library.implement_in_triton("policy_loss", "fastrl.ops.policy_loss.triton")
+
 
 def numbers(terms: Terms) -> list[float]:
     """The schema's list of floats."""

@@ -44,6 +44,8 @@ value_loss_op = _library.define(
     _fake,
 )
 
+_library.implement_in_triton("value_loss", "fastrl.ops.value_loss.triton")
+
 
 class ValueLossFunction(torch.autograd.Function):
     """First-order gradient with respect to values, computed in the forward pass."""
