@@ -117,6 +117,11 @@ def whiten_apply_kernel(
 
 def masked_moments(x: Tensor, mask: Tensor | None) -> Tensor:
     moments = x.new_empty((3,), dtype=torch.float64)
+    masked_moments_out(x, mask, moments)
+    return moments
+
+
+def masked_moments_out(x: Tensor, mask: Tensor | None, moments: Tensor) -> None:
     num_chunks = triton.cdiv(x.numel(), _CHUNK)
     of_chunks = x.new_empty((4, num_chunks), dtype=torch.float64)
     _triton.launch(
@@ -128,7 +133,6 @@ def masked_moments(x: Tensor, mask: Tensor | None) -> Tensor:
     _triton.launch(
         merge_chunks_kernel, (1,), *of_chunks, moments, num_chunks, BLOCK=_BLOCK, num_warps=4
     )
-    return moments
 
 
 def whiten_apply(
