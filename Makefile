@@ -7,7 +7,8 @@ TORCH ?= torch==2.13.0
 EXTRAS ?= triton,train,bench,peers,dev
 
 # Tests of the ops that have Triton kernels, interpreted on CPU in a process of their own.
-IN_TRITON := $(addprefix tests/ops/test_,affine_scan.py gae.py token_logprobs.py token_logprobs_rules.py)
+IN_TRITON := $(addprefix tests/ops/test_,affine_scan.py gae.py group_advantages.py group_advantages_sizes.py \
+	token_logprobs.py token_logprobs_rules.py whiten.py)
 
 VENV := .venv
 BIN := $(VENV)/bin

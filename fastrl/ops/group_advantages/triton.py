@@ -26,7 +26,7 @@ _STD, _BATCH_STD = tl.constexpr(SCALES["std"]), tl.constexpr(SCALES["batch_std"]
 _MEAN, _NO_SCALE = tl.constexpr(SCALES["mean"]), tl.constexpr(SCALES["none"])
 
 # Positions in the sorted batch that a program looks at, and members of a group that it adds at once.
-_GROUPS: dict[str, Any] = {"ROWS": 16, "BLOCK": 128, "num_warps": 8}
+_GROUPS: dict[str, Any] = {"ROWS": 16, "BLOCK": 128}
 
 
 # ---- scores [K, N] in float64, NaN where a sample is not scored ------------------------------------------------------
@@ -141,6 +141,7 @@ def group_maps_kernel(
     objective = program % num_objectives
     head = program // num_objectives * ROWS + tl.arange(0, ROWS)
     at = objective * num_samples + head
+    eps = tl.full([], eps, tl.float64)  # the interpreter rounds a number that meets a tensor
     n = tl.load(counts + at, mask=head < num_samples, other=0)
     lane = tl.arange(0, BLOCK)[None, :]
     num_tiles = tl.cdiv(tl.max(n, 0).to(tl.int64), BLOCK)
@@ -325,6 +326,7 @@ def group_advantages(
         *(ids, order, scores, lengths, heads, counts, member_scores, member_lengths),
         *(num_samples, num_objectives),
         **_GROUPS,
+        num_warps=8,
     )
     _triton.launch(
         group_maps_kernel,
@@ -334,6 +336,7 @@ def group_advantages(
         BASELINE=baseline,
         SCALE=scale,
         **_GROUPS,
+        num_warps=4,
     )
     shape = rewards.shape[:1] if mask is None else mask.shape
     out = rewards.new_empty(shape, dtype=result_dtype(rewards.dtype))

@@ -89,6 +89,7 @@ def _chunk_means(counts, origins, means, origin, chunk, num_chunks):
 @triton.jit
 def _factor(count, m2, ddof, eps, EPS_MODE: tl.constexpr):
     """What deviations are multiplied by: 1 without a variance, or with none to speak of."""
+    eps = tl.full([], eps, tl.float64)  # the interpreter rounds a number that meets a tensor
     degrees = count - ddof
     variance = m2 / tl.maximum(degrees, 1)
     if EPS_MODE == _RSQRT_ADD:
