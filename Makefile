@@ -7,8 +7,12 @@ TORCH ?= torch==2.13.0
 EXTRAS ?= triton,train,bench,peers,dev
 
 # Tests of the ops that have Triton kernels, interpreted on CPU in a process of their own.
-IN_TRITON := $(addprefix tests/ops/test_,affine_scan.py gae.py token_logprobs.py token_logprobs_rules.py \
-	value_loss.py policy_loss.py policy_loss_rules.py)
+IN_TRITON := $(addprefix tests/ops/test_,affine_scan.py gae.py group_advantages.py group_advantages_sizes.py \
+	policy_loss.py policy_loss_rules.py token_logprobs.py token_logprobs_rules.py value_loss.py whiten.py)
+
+# Tests run in so many processes of one thread each; a file stays in one of them.
+WORKERS ?= 2
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,9 +29,9 @@ demo: $(STAMP)
 
 # The second line runs the CUDA kernels on the host, where races in shared memory are found: tests/cuda_on_host/README.md.
 test: $(STAMP)
-	$(BIN)/python -m pytest
-	FASTRL_CUDA_ON_HOST=checked $(BIN)/python -m pytest tests/ops -q --impl=cuda-on-host
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest --impl=triton $(IN_TRITON)
+	$(PYTEST)
+	FASTRL_CUDA_ON_HOST=checked $(PYTEST) --impl=cuda-on-host tests/ops
+	TRITON_INTERPRET=1 $(PYTEST) --impl=triton $(IN_TRITON)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.run

@@ -96,6 +96,11 @@ def mask_rows(mask: Tensor | None) -> Tensor | None:
     return mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
 
 
+def dense_mask(mask: Tensor | None) -> Tensor | None:
+    """A mask as a kernel reads it, element by element in row-major order."""
+    return mask_rows(None if mask is None else mask.contiguous())
+
+
 def row_stride(t: Tensor | None) -> int:
     """Between rows; packed rows start where ``cu_seqlens`` says."""
     return t.stride(0) if t is not None and t.dim() == 2 else 0
@@ -114,6 +119,14 @@ def tile_shape(t: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
         return 1, TILE
     columns = 32 if t.shape[1] <= 32 else 128
     return TILE // columns, columns
+
+
+@triton.jit
+def is_valid(mask, at, inside):
+    """Whether the elements ``at`` are ``inside`` and valid; without a mask all of them are."""
+    if mask is not None:
+        inside &= tl.load(mask + at, mask=inside, other=0) != 0
+    return inside
 
 
 @triton.jit

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+Case = TypeVar("Case")
 
 # Absolute and relative tolerance against a float64 reference, by the dtype of the inputs. Inputs in half precision are
 # converted exactly and computed in float32, so only outputs in that dtype (gradients) are as coarse as it.
@@ -50,6 +54,11 @@ def masks(shape: tuple[int, int]) -> Iterator[tuple[str, Tensor | None]]:
     yield "right_padding", (column < lengths).float()
     yield "left_padding", (column >= length - lengths).to(torch.uint8)
     yield "nothing", torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def thinned(impl: str, cases: Iterable[Case], every: int = 5) -> Iterator[Case]:
+    """All cases, but for interpreted kernels, which are slow, one in so many."""
+    return itertools.islice(cases, 0, None, every if impl == "triton" else 1)
 
 
 def poisoned(x: Tensor, mask: Tensor | None, value: float = float("nan")) -> Tensor:

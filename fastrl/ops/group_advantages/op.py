@@ -30,3 +30,5 @@ group_advantages_op = _library.define(
     "int ddof, float eps, bool singleton_raw) -> Tensor",
     _fake,
 )
+
+_library.implement_in_triton("group_advantages", "fastrl.ops.group_advantages.triton")

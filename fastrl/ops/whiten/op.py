@@ -31,3 +31,6 @@ whiten_apply_op = _library.define(
     "(Tensor x, Tensor? mask, Tensor moments, int ddof, float eps, int eps_mode, bool shift_mean) -> Tensor",
     _fake_apply,
 )
+
+for _name in ("masked_moments", "whiten_apply"):
+    _library.implement_in_triton(_name, "fastrl.ops.whiten.triton")
