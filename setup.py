@@ -16,6 +16,8 @@ Environment:
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib.util
 import os
 import platform
@@ -25,6 +27,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -267,6 +270,14 @@ def cuda_rule(cuda: Cuda | None, flags: list[str]) -> list[str]:
     ]
 
 
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One build at a time: another waits for this one."""
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 class NinjaBuild(build_ext):
     """Hands the build to ninja; without a compiler or torch it warns and leaves the package pure Python."""
 
@@ -281,10 +292,11 @@ class NinjaBuild(build_ext):
         build_dir.mkdir(parents=True, exist_ok=True)
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            (build_dir / "build.ninja").write_text(ninja_file(build_dir, target))
             jobs = os.environ.get("MAX_JOBS")
             command = [*ninja(), "-C", str(build_dir)]
-            subprocess.run(command + (["-j", jobs] if jobs else []), check=True)
+            with locked(build_dir):
+                (build_dir / "build.ninja").write_text(ninja_file(build_dir, target))
+                subprocess.run(command + (["-j", jobs] if jobs else []), check=True)
         except (Unbuildable, subprocess.CalledProcessError) as error:
             if os.environ.get("FASTRL_CPP") == "1":
                 raise SystemExit(

@@ -9,6 +9,7 @@ Three builds of the same sources, chosen by ``FASTRL_CUDA_ON_HOST``:
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import os
 import platform
@@ -106,17 +107,19 @@ def build(kind: str, sources: Iterable[Path], name: str, with_torch: bool = True
     folder = ROOT / "build" / "cuda_on_host" / kind / name
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{name}.so"
-    (folder / "build.ninja").write_text(ninja_file(kind, sources, folder, target, with_torch))
-    command = [sys.executable, "-m", "ninja", "--quiet", "-C", str(folder)]
-    jobs = os.environ.get("MAX_JOBS")
-    done = subprocess.run(
-        command + (["-j", jobs] if jobs else []),
-        # The compiler works without the sanitizers' libraries.
-        env={key: value for key, value in os.environ.items() if key != "LD_PRELOAD"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # test processes start at the same time
+        (folder / "build.ninja").write_text(ninja_file(kind, sources, folder, target, with_torch))
+        command = [sys.executable, "-m", "ninja", "--quiet", "-C", str(folder)]
+        jobs = os.environ.get("MAX_JOBS")
+        done = subprocess.run(
+            command + (["-j", jobs] if jobs else []),
+            # The compiler works without the sanitizers' libraries.
+            env={key: value for key, value in os.environ.items() if key != "LD_PRELOAD"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     if done.returncode != 0:
         raise RuntimeError(f"the kernels do not compile for the host:\n{done.stdout}{done.stderr}")
     return target
