@@ -10,9 +10,10 @@ import argparse
 import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import tomllib
 
 from benchmarks import cuda_resources
 from benchmarks.cuda_resources import Resources
@@ -83,15 +84,23 @@ def text_of(part: str, measured: Mapping[str, Resources]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _write(texts: Mapping[str, str]) -> None:
+    """Parts without a new text keep theirs."""
+    old = PATH.read_text() if PATH.exists() else ""
+    kept = {match[1]: match[0] for match in re.finditer(r'^\["(.*)"\]\n(?:.+\n)*', old, re.M)}
+    texts = kept | dict(texts)
+    head = "# The largest over all architectures; written by python -m benchmarks.budget --write.\n"
+    PATH.write_text("\n".join([head, *(texts[part] for part in PARTS if part in texts)]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.budget", description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"replace {PATH.name}")
+    parser.add_argument("--write", action="store_true", help=f"replace them in {PATH.name}")
+    parser.add_argument("parts", nargs="*", default=PARTS, help=f"of {', '.join(PARTS)}")
     arguments = parser.parse_args()
-    measured = {part: measure(part) for part in PARTS}
+    measured = {part: measure(part) for part in arguments.parts}
     if arguments.write:
-        head = "# The largest over all architectures; written by python -m benchmarks.budget --write.\n"
-        texts = [text_of(part, kernels) for part, kernels in measured.items()]
-        PATH.write_text("\n".join([head, *texts]))
+        _write({part: text_of(part, kernels) for part, kernels in measured.items()})
         return
     found = [line for part, kernels in measured.items() for line in exceeded(part, kernels)]
     sys.exit("\n".join(found) or None)

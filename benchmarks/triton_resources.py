@@ -107,7 +107,9 @@ def examples() -> dict[str, Callable[[], Any]]:
         "gae, packed": lambda: gae.gae(
             *(packed, packed, packed_mask, None, None, None, offsets, *gae_numbers, False)
         ),
-        "gae, float64": lambda: gae.gae(x64, x64, mask, None, None, None, None, *gae_numbers, False),
+        "gae, float64": lambda: gae.gae(
+            x64, x64, mask, None, None, None, None, *gae_numbers, False
+        ),
         "gae, dones, bootstrap, two lambdas": lambda: gae.gae(
             *(x, x, mask, mask, row, row, None, *two, True)
         ),

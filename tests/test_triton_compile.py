@@ -57,7 +57,10 @@ def test_a_change_beyond_the_budget_shows_both_figures(
     ]
     monkeypatch.setattr(budget, "compiler", lambda part: "another")
     other = budget.exceeded("triton.cuda", {"a": more, "gone": kept}, path)
-    assert [line.split(": ")[2] for line in other] == ["2 spills, budget 0", "8 bytes of stack, budget 0"]
+    assert [line.split(": ")[2] for line in other] == [
+        "2 spills, budget 0",
+        "8 bytes of stack, budget 0",
+    ]
 
 
 def compilations(calls: list[Callable[[], Any]]) -> int:
@@ -110,7 +113,9 @@ def test_gae_compiles_for_each_set_of_flags() -> None:
     assert compilations([a_gae(200, dtype=t) for t in (torch.float32, torch.float64)]) == 2
 
 
-def some_logprobs(classes: int, temperature: float = 1.0, entropy: bool = True) -> Callable[[], Any]:
+def some_logprobs(
+    classes: int, temperature: float = 1.0, entropy: bool = True
+) -> Callable[[], Any]:
     logits, tokens = torch.zeros(2, classes), torch.zeros(2, dtype=torch.long)
     return lambda: token_logprobs.token_logprobs(logits, tokens, None, temperature, entropy)
 
