@@ -39,12 +39,13 @@ def architectures(library: Path) -> set[str]:
     return set(found)
 
 
-def resources(library: Path) -> dict[str, Resources]:
-    """By demangled name without the argument list."""
+def resources(library: Path, architecture: str | None = DISASSEMBLED) -> dict[str, Resources]:
+    """By demangled name without the argument list; ``architecture`` None for a file with code of a single one."""
     usage: dict[str, list[dict[str, int]]] = defaultdict(list)
     for name, line in re.findall(r"Function (\S+):\s*\n\s*(REG.*)", _run("-res-usage", library)):
         usage[name].append({k: int(v) for k, v in re.findall(r"(\w+):(\d+)", line)})
-    loads = _instructions(_run("-sass", "-arch", DISASSEMBLED, library))
+    only = ("-arch", architecture) if architecture else ()
+    loads = _instructions(_run("-sass", *only, library))
     return {
         _demangled(name): Resources(
             registers=max(u["REG"] for u in by_arch),

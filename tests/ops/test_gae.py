@@ -250,6 +250,20 @@ def test_rule_5_same_bits_alone_in_a_batch_padded_and_packed(impl: str) -> None:
             assert same_bits(x, y.flatten())
 
 
+def test_rule_5_same_bits_with_thousands_of_tokens_of_padding(impl: str) -> None:
+    """More than the 2048 that a thread block of a GPU looks through at once for the end of a row."""
+    rewards, values = inputs((2, 4500))
+    mask = torch.zeros(2, 4500, dtype=torch.bool)
+    mask[0, :37], mask[1, :2300] = True, True
+    options = {"gamma": 0.99, "lam": 0.95, "impl": impl}
+    got = fastrl.gae(rewards, values, mask, **options)
+    for i, length in enumerate((37, 2300)):
+        alone = fastrl.gae(rewards[i : i + 1, :length], values[i : i + 1, :length], **options)
+        for x, y in zip(got, alone):
+            assert same_bits(x[i, :length], y[0])
+            assert not x[i, length:].any()
+
+
 def test_rule_5_same_bits_whether_results_bypass_the_caches(impl: str) -> None:
     """Large results are stored past the caches; halves of the batch are below that size. Rows end anywhere in a line."""
     rewards, values = inputs((258, 8195))
