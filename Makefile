@@ -1,4 +1,4 @@
-# make demo | test | bench | lint | sanitize. Each sets up .venv by itself when it is missing or out of date.
+# make demo | test | bench | lint | sanitize | wheel. Each sets up .venv by itself when it is missing or out of date.
 # Needs GNU make, python3 (3.10+, with venv) and g++ (12+); everything else is installed from PyPI.
 
 PYTHON ?= python3
@@ -22,7 +22,7 @@ SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h')
 CPP_FILES := $(SOURCES) $(shell find csrc -name '*.cu' -o -name '*.cuh')
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test bench lint format sanitize clean
+.PHONY: demo test bench lint format sanitize wheel clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo
@@ -61,6 +61,11 @@ sanitize: $(STAMP)
 	$(CURDIR)/tests/ops -q -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) -p no:cacheprovider -k "not compile and not reference-"
 	$(SANITIZERS) FASTRL_CUDA_ON_HOST=address $(BIN)/python -m pytest tests/ops -q -s -p no:cacheprovider --impl=cuda-on-host \
 	-k "not compile and (against_reference or strides or layouts or rule_2 or rule_5)"
+
+# One wheel for every torch from 2.10 on; it has CUDA kernels where setup.py finds nvcc and a reason to use it, or is told to.
+wheel: $(STAMP)
+	rm -rf build/lib* build/bdist*
+	FASTRL_CPP=1 FASTRL_WERROR=1 $(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps -w dist .
 
 $(STAMP): pyproject.toml setup.py requirements/peers-no-deps.txt $(SOURCES)
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is missing; install Python 3.10 or newer" >&2; exit 1; }

@@ -191,8 +191,10 @@ def ninja_file(build_dir: Path, target: Path) -> str:
     levels = capabilities()
     cuda = find_cuda()
     sanitize = os.environ.get("FASTRL_SANITIZE", "")
-    include_flags = [f"-I{CSRC}"]
-    include_flags += [f"-isystem {p}" for p in [*includes, sysconfig.get_paths()["include"]]]
+    includes = [*includes, sysconfig.get_paths()["include"]]
+    # Error messages name source files; a wheel must not carry this machine's paths.
+    no_paths = [f"-ffile-prefix-map={p}/=" for p in (ROOT, *includes)]
+    include_flags = [f"-I{CSRC}", *(f"-isystem {p}" for p in includes)]
     cflags = [
         *("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno"),
         *("-fno-trapping-math", "-ffp-contract=fast"),
@@ -200,6 +202,7 @@ def ninja_file(build_dir: Path, target: Path) -> str:
         # g++ 12 reports the deliberately undefined registers of its own AVX-512 header.
         *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
         *(["-Werror"] if os.environ.get("FASTRL_WERROR") == "1" else []),
+        *no_paths,
         f'-DFASTRL_TORCH_TARGET=\\"{MIN_TORCH}\\"',
         f'-DFASTRL_SANITIZER=\\"{sanitize}\\"',
         *(f"-DFASTRL_HAS_{level.upper()}" for level in levels if level != "baseline"),
@@ -226,7 +229,7 @@ def ninja_file(build_dir: Path, target: Path) -> str:
         "  command = $cxx -MMD -MF $out.d $cflags $flags -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
-        *cuda_rule(cuda, defines + include_flags),
+        *cuda_rule(cuda, defines + include_flags, no_paths),
         "rule link",
         "  description = link $out",
         "  command = $cxx $in $ldflags -o $out",
@@ -252,10 +255,10 @@ def ninja_file(build_dir: Path, target: Path) -> str:
     return "\n".join(lines)
 
 
-def cuda_rule(cuda: Cuda | None, flags: list[str]) -> list[str]:
+def cuda_rule(cuda: Cuda | None, flags: list[str], no_paths: list[str]) -> list[str]:
     if cuda is None:
         return []
-    host = ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
+    host = ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", *no_paths]
     host += ["-Werror"] if os.environ.get("FASTRL_WERROR") == "1" else []
     nvcc_flags = ["-std=c++20", "-O3", f"-ccbin={shlex.split(compiler())[0]}"]
     nvcc_flags += [*cuda.gencode(), f"-Xcompiler={','.join(host)}"]

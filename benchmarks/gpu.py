@@ -28,8 +28,8 @@ from benchmarks.timing import Timing
 from benchmarks.verify import Disagreement, error
 from fastrl.errors import ImplementationError
 
-# Of one provider: measuring (a dry run does it for its own sake), and all of it, compilation too, before it is given up.
-SECONDS, DRY_SECONDS, PATIENCE = 1.0, 0.02, 60.0
+# Of one provider: measuring, and all of it, compilation too, before it is given up.
+SECONDS, PATIENCE = 1.0, 60.0
 DEVICE_LOST = 3
 Record = dict[str, Any]
 
@@ -60,7 +60,7 @@ def measured(case: Case, provider: Provider, inputs: Sequence[Tensor], expected:
     size = case.minimum_bytes or sum(x.numel() * x.element_size() for x in inputs)
     sets = [inputs, *(copied(inputs) for _ in range(timing.copies_past_cache(size) - 1))]
     calls: list[Callable[[], object]] = [lambda s=s: call(*s) for s in sets]  # type: ignore[misc]
-    times = timing.times(calls, SECONDS if timing.is_gpu() else DRY_SECONDS)
+    times = timing.times(calls, SECONDS)
     record: Record = {
         "note": "; ".join(filter(None, (provider.note, times.why and f"no graph: {times.why}"))),
         **milliseconds("", times.call),

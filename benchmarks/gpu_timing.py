@@ -1,6 +1,7 @@
 """Time of a call on a GPU: what its caller waits for and what the device does.
 
-A dry run has no GPU: the same functions then take the time of the host clock, and the device's memory is not measured.
+A dry run has no GPU: the same functions then take the time of the host clock, over few calls, because interpreted kernels
+take long.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from benchmarks.timing import Timing
 
 # A sample lasts at least this long, so that neither clock's resolution nor the synchronisation shows.
 SAMPLE_SECONDS = 2e-3
-MAX_ROUNDS, MIN_ROUNDS = 30, 3
-MAX_COPIES = 256
+MAX_ROUNDS, MIN_ROUNDS, DRY_ROUNDS = 30, 3, 2
+MAX_COPIES, DRY_COPIES = 256, 2
 
 
 class Times(NamedTuple):
@@ -45,14 +46,14 @@ def synchronize() -> None:
 
 
 def l2_bytes() -> int:
-    """Size of the cache that inputs must exceed; a dry run pretends to a small one."""
-    if not is_gpu():
-        return 1 << 12
+    """Size of the cache that inputs must exceed."""
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
 
 
 def copies_past_cache(bytes_of_a_set: int) -> int:
     """How many sets of inputs exceed the cache three times over, when calls go through them in turn."""
+    if not is_gpu():
+        return DRY_COPIES
     return max(1, min(MAX_COPIES, -(-3 * l2_bytes() // max(1, bytes_of_a_set))))
 
 
@@ -61,20 +62,20 @@ def times(calls: Sequence[Callable[[], object]], seconds: float) -> Times:
     kept: list[object] = [None] * len(calls)
 
     def all_in_turn() -> None:
+        # Results live until their turn comes again, so that they rotate through memory as the inputs do.
         for i, call in enumerate(calls):
-            kept[i] = (
-                call()
-            )  # alive until its turn comes again, so that results rotate through memory as inputs do
+            kept[i] = call()
 
     all_in_turn()
     synchronize()
+    if not is_gpu():
+        dry = summary(by_host_clock(all_in_turn, 1) / len(calls) for _ in range(DRY_ROUNDS))
+        return Times(dry, dry, dry, "host clock")
     once = by_host_clock(all_in_turn, 1)
     if once < SAMPLE_SECONDS:
         once = by_host_clock(all_in_turn, 3)
     call = _sampled(by_host_clock, all_in_turn, once, seconds / 3, len(calls))
     events = _sampled(by_device_clock, all_in_turn, once, seconds / 3, len(calls))
-    if not is_gpu():
-        return Times(call, events, events, "host clock")
     try:
         replay = captured(all_in_turn)
     except Exception as error:
@@ -109,8 +110,6 @@ def by_host_clock(run: Callable[[], object], repeats: int) -> float:
 
 def by_device_clock(run: Callable[[], object], repeats: int) -> float:
     """Seconds between two events around the runs, for one of them."""
-    if not is_gpu():
-        return by_host_clock(run, repeats)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(repeats):
@@ -150,7 +149,7 @@ def peak_bytes(run: Callable[[], object]) -> int | None:
 
 def copy_bandwidth() -> float:
     """Bytes read and written per second by ``copy_`` between two buffers far larger than the cache."""
-    source = torch.ones(16 * l2_bytes() // 4)
+    source = torch.ones((16 * l2_bytes() if is_gpu() else 1 << 20) // 4)
     target = torch.empty_like(source)
     moved = 2 * source.numel() * source.element_size()
     return moved / times([lambda: target.copy_(source)], 1.0).device.median

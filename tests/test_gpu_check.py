@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import gpu, gpu_check, gpu_report
+from benchmarks import gpu, gpu_check, gpu_report, gpu_timing
 from benchmarks.gpu_cases import Bar, Case, Provider, cases
 from benchmarks.peers import MissingPeer
 
@@ -154,6 +155,42 @@ def test_bars(bar: Bar, figure: float, met: bool) -> None:
 
 def test_a_bar_against_something_that_was_not_measured_is_open() -> None:
     assert gpu_report.judged(Bar("products", 1.5), {"device_median_ms": 1.0}, {})["met"] is None
+
+
+@pytest.mark.parametrize("can_be_captured", [True, False])
+def test_times_with_the_clocks_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, can_be_captured: bool
+) -> None:
+    """The host's clock stands in for the device's, and a shorter call for the replay of a graph."""
+
+    def captured(run: Callable[[], object]) -> Callable[[], object]:
+        if can_be_captured:
+            return lambda: time.sleep(2e-3)
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    monkeypatch.setattr(gpu_timing, "is_gpu", lambda: True)
+    monkeypatch.setattr(gpu_timing, "synchronize", lambda: None)
+    monkeypatch.setattr(gpu_timing, "by_device_clock", gpu_timing.by_host_clock)
+    monkeypatch.setattr(gpu_timing, "captured", captured)
+    monkeypatch.setattr(gpu_timing, "l2_bytes", lambda: 1000)
+    assert [gpu_timing.copies_past_cache(n) for n in (10**6, 1500, 1, 0)] == [1, 2, 256, 256]
+
+    turns: list[int] = []
+
+    def call(i: int) -> None:
+        turns.append(i)
+        time.sleep(4e-3)
+
+    times = gpu_timing.times([lambda: call(0), lambda: call(1)], seconds=0.3)
+    assert turns[:4] == [0, 1, 0, 1]
+    for timing in (times.call, times.events):
+        assert 4e-3 <= timing.low <= timing.median <= timing.high
+        assert 3 <= timing.rounds <= 30
+    if can_be_captured:
+        assert times.device_by == "graph" and 1e-3 <= times.device.median < times.call.median
+    else:
+        assert (times.device_by, times.device) == ("events", times.events)
+        assert times.why == "RuntimeError: operation not permitted"
 
 
 def test_steps_that_fail_hang_or_are_not_there(tmp_path: Path) -> None:

@@ -58,6 +58,36 @@ def test_importing_pulls_in_neither_the_trainer_nor_dynamo() -> None:
     assert python(code) == python(before)
 
 
+@pytest.mark.parametrize("on_path", [True, False])
+def test_builds_with_the_ninja_of_the_system_or_says_that_there_is_none(
+    tmp_path: Path, on_path: bool
+) -> None:
+    """Here with a ninja that refuses to work, and without the Python package."""
+    compiler = tmp_path / "compiler"
+    ninja = tmp_path / "ninja"
+    for program in (compiler, ninja) if on_path else (compiler,):
+        program.write_text("#!/bin/sh\nexit 3\n")
+        program.chmod(0o755)
+    code = (
+        "import importlib.util, runpy, sys\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *_: None if name == 'ninja' else find(name, *_)\n"
+        f"sys.argv = ['setup.py', 'build', '--build-base', {str(tmp_path / 'build')!r}]\n"
+        "runpy.run_path('setup.py', run_name='__main__')"
+    )
+    build = run(
+        *(sys.executable, "-c", code),
+        PATH=str(tmp_path),
+        CXX=str(compiler),
+        FASTRL_CPP="",
+        FASTRL_CUDA="0",
+        FASTRL_SANITIZE="no-such",  # objects in a folder of their own
+    )
+    assert build.returncode == 0, build.stderr
+    found = f"Command '['{ninja}', '-C'," if on_path else "no ninja, neither as a Python package"
+    assert f"installing without compiled kernels: {found}" in build.stderr
+
+
 def test_installs_and_works_without_a_compiler(tmp_path: Path) -> None:
     """A missing compiler is a warning; the reference then runs and `fastrl info` names what is missing."""
     build = run(
