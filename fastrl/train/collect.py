@@ -9,11 +9,12 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from fastrl.envs import Question, Task, Trajectory, load_task
+from fastrl.envs import EnvTask, Question, Task, Trajectory, load_env_task, load_task
 from fastrl.train import checkpoint
 from fastrl.train.config import Config
+from fastrl.train.episodes import play
 from fastrl.train.journal import Journal
 from fastrl.train.metrics import Timer
 from fastrl.train.models import Policy, load_policy
@@ -31,7 +32,13 @@ class Evaluation(NamedTuple):
 
 
 def collect(
-    config: Config, task: Task, policy: Policy, generator: Generator, timer: Timer, *, step: int
+    config: Config,
+    task: Task | EnvTask,
+    policy: Policy,
+    generator: Generator,
+    timer: Timer,
+    *,
+    step: int,
 ) -> list[Trajectory]:
     """Completions of the questions of `step`, scored; those of one prompt stand side by side."""
     rollout = config.rollout
@@ -51,7 +58,7 @@ def collect(
 
 
 def evaluate(
-    config: Config, task: Task, policy: Policy, generator: Generator, *, step: int
+    config: Config, task: Task | EnvTask, policy: Policy, generator: Generator, *, step: int
 ) -> Evaluation:
     """Accuracy and mean reward on the held-out questions, one completion each."""
     timer = Timer()
@@ -69,14 +76,14 @@ def evaluate(
         seed=derived_seed(config.seed, "eval"),
         step=step,
     )
-    count = len(trajectories)
+    count = max(len(trajectories), 1)
     totals = [t.reward for t in trajectories if t.reward is not None]
     figures = {
         "step": step,
         "accuracy": sum(is_correct(config, t.reward_parts) for t in trajectories) / count,
         "reward": sum(totals) / len(totals) if totals else math.nan,
         "questions": count,
-        "length": sum(len(t.completion_ids) for t in trajectories) / count,
+        "length": sum(sum(t.mask) for t in trajectories) / count,
         "seconds": time.perf_counter() - started,
     }
     return Evaluation(figures, trajectories)
@@ -84,18 +91,31 @@ def evaluate(
 
 def _answers(
     config: Config,
-    task: Task,
+    task: Task | EnvTask,
     policy: Policy,
     generator: Generator,
     timer: Timer,
-    questions: Sequence[tuple[str, Question]],
+    questions: Sequence[tuple[str, Any]],
     *,
     samples: int,
     temperature: float,
     seed: int,
     step: int,
 ) -> list[Trajectory]:
-    """Scored completions of `questions`, which are pairs of uid and question."""
+    """Scored completions of `questions`, which are pairs of uid and question, or task of an environment."""
+    if isinstance(task, EnvTask):
+        return play(
+            config,
+            task,
+            policy,
+            generator,
+            timer,
+            [(uid, place, entry) for place, (uid, entry) in enumerate(questions)],
+            samples=samples,
+            temperature=temperature,
+            seed=seed,
+            step=step,
+        )
     texts = [_prompt(config, policy, question) for _, question in questions]
     ids = [policy.encode(text) for text in texts]
     with timer("sample"):
@@ -109,7 +129,7 @@ def _answers(
     trajectories = []
     with timer("score"):
         for (uid, question), text, prompt, group in zip(questions, texts, ids, groups, strict=True):
-            for tokens, finished in group:
+            for tokens, finished, logprobs in group:
                 completion = policy.decode(tokens)
                 parts = task.score(question, completion)
                 trajectories.append(
@@ -122,6 +142,7 @@ def _answers(
                         prompt_ids=tuple(prompt),
                         completion_ids=tuple(tokens),
                         mask=(1,) * len(tokens),
+                        logprobs=tuple(logprobs or ()),
                         reward=task.total(parts),
                         reward_parts=parts,
                         finished=finished,
@@ -148,8 +169,17 @@ def evaluate_run(config: Config, run_dir: Path | None) -> Evaluation:
     return evaluate(config, make_task(config), policy, generator, step=step)
 
 
-def make_task(config: Config) -> Task:
-    """The questions and rewards that `config` names."""
+def make_task(config: Config) -> Task | EnvTask:
+    """The questions and rewards, or the environment, that `config` names."""
+    if config.env.source is not None:
+        return load_env_task(
+            config.env.source,
+            params=config.env.params,
+            weights=config.env.weights,
+            size=config.task.size,
+            held_out=config.eval.size,
+            seed=config.seed,
+        )
     return load_task(
         config.task.source,
         params=config.task.params,
