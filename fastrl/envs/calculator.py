@@ -24,7 +24,8 @@ class Calculator(ToolEnv):
 
     `style="compact"`: a message that holds a sum of two numbers ("03+5") is a call and is answered with
     the result in two digits; one that begins with "=" is the final answer ("=12"); anything else is
-    answered with "?" and counts as an invalid call. `style="tools"`: `calculate` as a tool.
+    answered with "?" and counts as an invalid call. With `strict` a call other than the one that is due
+    ends the episode, which saves the turns after it. `style="tools"`: `calculate` as a tool.
 
     Reward parts: `solved`, 1 when the answer is right and every call that it needs was made; `answer`,
     the share of its digits that are right; `steps`, given at each turn, the share of characters (compact)
@@ -43,13 +44,14 @@ class Calculator(ToolEnv):
     {'solved': 1.0, 'answer': 1.0, 'valid_calls': 1.0}
     """
 
-    def __init__(self, *, terms: int = 3, style: str = "compact") -> None:
+    def __init__(self, *, terms: int = 3, style: str = "compact", strict: bool = True) -> None:
         if not 2 <= terms <= 9 or style not in ("compact", "tools"):
             raise ValueError(
                 f'calculator: terms must be 2 to 9 and style "compact" or "tools", got {terms}, {style!r}'
             )
         self._num_terms = terms
         self._compact = style == "compact"
+        self._strict = strict
         # As sums over turns, steps and answer are each at most 1.
         self.weights = {"solved": 1.0, "answer": 1.0, "steps": 1.0, "valid_calls": 0.0}
         super().__init__([self.calculate])
@@ -120,6 +122,8 @@ class Calculator(ToolEnv):
             answer = f"{self.calculate(int(match[1]), '+', int(match[2])):02d};"
         # Once per due call: a second try at the same call earns nothing more.
         parts = {"steps": credit} if self.num_calls == made + 1 else {}
+        if self._strict and len(self._sums) - 1 == made:
+            return StepResult([], {**parts, **self.cut()}, True)
         return StepResult([{"role": "tool", "content": answer}], parts, False)
 
     def finish(self, answer: str) -> Mapping[str, float | None]:
@@ -135,5 +139,6 @@ class Calculator(ToolEnv):
         return {"solved": float(right and complete), "answer": share}
 
     def cut(self) -> Mapping[str, float | None]:
-        """The rewards of an episode that ran into a limit."""
-        return {"solved": 0.0, "answer": 0.0}
+        """The rewards of an episode that did not come to an answer."""
+        share = self.num_valid / self.num_calls if self.num_calls else 0.0
+        return {"solved": 0.0, "answer": 0.0, "valid_calls": share}
