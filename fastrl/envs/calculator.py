@@ -20,7 +20,7 @@ __all__ = ["Calculator"]
 
 
 class Calculator(ToolEnv):
-    """A sum such as 3+5+4 of `terms` one-digit numbers; the sum is what must be answered.
+    """A sum such as 3+5+4 of `terms` numbers from 1 to `largest`; the sum is what must be answered.
 
     `style="compact"`: a message that holds a sum of two numbers ("03+5") is a call and is answered with
     the result in two digits; one that begins with "=" is the final answer ("=12"); anything else is
@@ -44,12 +44,15 @@ class Calculator(ToolEnv):
     {'solved': 1.0, 'answer': 1.0, 'valid_calls': 1.0}
     """
 
-    def __init__(self, *, terms: int = 3, style: str = "compact", strict: bool = True) -> None:
-        if not 2 <= terms <= 9 or style not in ("compact", "tools"):
+    def __init__(
+        self, *, terms: int = 3, largest: int = 9, style: str = "compact", strict: bool = True
+    ) -> None:
+        if not (2 <= terms <= 9 and 1 <= largest <= 9 and style in ("compact", "tools")):
             raise ValueError(
-                f'calculator: terms must be 2 to 9 and style "compact" or "tools", got {terms}, {style!r}'
+                'calculator: terms must be 2 to 9, largest 1 to 9 and style "compact" or "tools", got '
+                f"{terms}, {largest}, {style!r}"
             )
-        self._num_terms = terms
+        self._num_terms, self._largest = terms, largest
         self._compact = style == "compact"
         self._strict = strict
         # As sums over turns, steps and answer are each at most 1.
@@ -79,9 +82,10 @@ class Calculator(ToolEnv):
     def tasks(self, *, size: int, seed: int) -> Sequence[Mapping[str, Any]]:
         """Distinct sums, `size` of them or as many as there are."""
         rng = random.Random(f"calculator/{seed}")
-        count = min(size, 9**self._num_terms)
-        numbers = rng.sample(range(9**self._num_terms), count)
-        terms = [[n // 9**i % 9 + 1 for i in range(self._num_terms)] for n in numbers]
+        base = self._largest
+        total = base**self._num_terms
+        numbers = rng.sample(range(total), min(size, total))
+        terms = [[n // base**i % base + 1 for i in range(self._num_terms)] for n in numbers]
         return [{"terms": t, "answer": f"{sum(t):02d}"} for t in terms]
 
     def reset(self, task: Mapping[str, Any]) -> list[Message]:

@@ -130,7 +130,7 @@ def _maker(source: str, params: dict[str, Any]) -> Callable[[], Env]:
     else:
         path = _BUILT_IN.get(source, source)
     module, colon, attribute = path.partition(":")
-    if not colon:
+    if not (colon and attribute):
         raise ValueError(
             f"env: unknown environment {source!r}; expected one of {', '.join(_BUILT_IN)}, "
             f'one of {", ".join(_ADAPTERS)} with ":NAME", or "package.module:Class"'

@@ -40,21 +40,41 @@ def collect(
     *,
     step: int,
 ) -> list[Trajectory]:
-    """Completions of the questions of `step`, scored; those of one prompt stand side by side."""
-    rollout = config.rollout
-    asked = task.batch(step * rollout.prompts, rollout.prompts)
-    return _answers(
-        config,
-        task,
-        policy,
-        generator,
-        timer,
-        [(str(position), question) for position, question in asked],
-        samples=rollout.samples,
-        temperature=rollout.temperature,
-        seed=derived_seed(config.seed, "sample", step),
-        step=step + 1,
-    )
+    """Completions of the questions of `step`, scored; those of one prompt stand side by side.
+
+    With filter.groups, groups whose rewards are all equal are left out, and further questions are asked
+    until there are rollout.prompts groups or filter.max_rounds is reached. Each round asks the same
+    number of questions, so where a step begins in the stream of questions does not depend on luck.
+    """
+    rollout, rounds = config.rollout, config.filter.max_rounds if config.filter.groups else 1
+    kept: list[Trajectory] = []
+    for number in range(rounds):
+        asked = task.batch((step * rounds + number) * rollout.prompts, rollout.prompts)
+        found = _answers(
+            config,
+            task,
+            policy,
+            generator,
+            timer,
+            [(str(position), question) for position, question in asked],
+            samples=rollout.samples,
+            temperature=rollout.temperature,
+            seed=derived_seed(config.seed, "sample", step, *([number] if number else [])),
+            step=step + 1,
+        )
+        kept += found if not config.filter.groups else _with_variance(found)
+        if len({t.uid for t in kept}) >= rollout.prompts:
+            break
+    wanted = list(dict.fromkeys(t.uid for t in kept))[: rollout.prompts]
+    return [t for t in kept if t.uid in set(wanted)]
+
+
+def _with_variance(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Those whose group has two different rewards."""
+    rewards: dict[str, set[float]] = {}
+    for t in trajectories:
+        rewards.setdefault(t.uid, set()).update([] if t.reward is None else [t.reward])
+    return [t for t in trajectories if len(rewards[t.uid]) > 1]
 
 
 def evaluate(

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from fastrl.train.options import EnvConfig
+from fastrl.train.options import EnvConfig, FilterConfig
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -286,6 +286,8 @@ class Config:
     """The questions and rewards."""
     env: EnvConfig = field(default_factory=EnvConfig)
     """An environment of several turns."""
+    filter: FilterConfig = field(default_factory=FilterConfig)
+    """Which groups are trained on."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Sampling."""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -313,6 +315,7 @@ class Config:
             "rollout.batch_size": self.rollout.batch_size,
             "env.max_turns": self.env.max_turns,
             "env.workers": self.env.workers,
+            "filter.max_rounds": self.filter.max_rounds,
             "optim.mini_batches": self.optim.mini_batches,
             "optim.epochs": self.optim.epochs,
             "optim.micro_batch_tokens": self.optim.micro_batch_tokens,

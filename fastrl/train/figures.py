@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from fastrl.envs import Trajectory
 from fastrl.train.batch import Batch
@@ -13,7 +16,7 @@ from fastrl.train.collect import is_correct
 from fastrl.train.config import Config
 from fastrl.train.metrics import Timer
 
-__all__ = ["check_finite", "rollout_metrics", "times", "with_logprobs"]
+__all__ = ["check_finite", "rollout_metrics", "sampler_metrics", "times", "with_logprobs"]
 
 
 def rollout_metrics(
@@ -42,6 +45,7 @@ def rollout_metrics(
         "completion/length_max": max(lengths, default=0),
         "completion/finished": sum(t.finished for t in trajectories) / count,
     }
+    figures |= _group_figures(trajectories)
     if config.env.source is not None:
         figures |= {
             "episode/turns_mean": sum(len(t.turns) for t in trajectories) / count,
@@ -49,6 +53,40 @@ def rollout_metrics(
             "episode/failed": sum(t.status == "failed" for t in trajectories) / count,
         }
     return figures
+
+
+def _group_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """What tells healthy groups from sick ones; see diagnose.py."""
+    groups: dict[str, list[Trajectory]] = {}
+    for t in trajectories:
+        groups.setdefault(t.uid, []).append(t)
+    rewards = [[t.reward for t in g if t.reward is not None] for g in groups.values()]
+    deviations = [statistics.stdev(r) for r in rewards if len(set(r)) > 1]
+    # The same completion to several questions: the share of all reward that one text earns.
+    earned: dict[str, float] = {}
+    asked: dict[str, set[tuple[int, ...]]] = {}
+    for t in trajectories:
+        earned[t.completion] = earned.get(t.completion, 0.0) + max(t.reward or 0.0, 0.0)
+        asked.setdefault(t.completion, set()).add(t.prompt_ids)
+    total = sum(earned.values())
+    shared = [v for text, v in earned.items() if len(asked[text]) > 1]
+    return {
+        "group/size_mean": sum(map(len, rewards)) / max(len(groups), 1),
+        "group/std_min": min(deviations, default=math.nan),
+        "group/mixed": sum(
+            len({t.prompt_ids for t in g if t.prompt_ids}) > 1 for g in groups.values()
+        )
+        / max(len(groups), 1),
+        "reward/trivial": max(shared, default=0.0) / total if total > 0 else math.nan,
+    }
+
+
+def sampler_metrics(batch: Batch, old_logp: Tensor) -> dict[str, float]:
+    """How far the sampler's log-probabilities of the trained tokens are from the trainer's."""
+    if batch.sampled_logp is None or not batch.mask.any():
+        return {}
+    gap = (old_logp.cpu().float() - batch.sampled_logp)[batch.mask].abs()
+    return {"sampler/logp_gap": float(gap.mean())}
 
 
 def _num_sampled(trajectory: Trajectory) -> int:

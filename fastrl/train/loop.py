@@ -23,7 +23,14 @@ from fastrl.train import checkpoint
 from fastrl.train.batch import Batch, MicroBatch, MiniBatch, make_batch, plan_updates
 from fastrl.train.collect import collect, evaluate, make_task
 from fastrl.train.config import Config
-from fastrl.train.figures import check_finite, rollout_metrics, times, with_logprobs
+from fastrl.train.diagnose import Watch
+from fastrl.train.figures import (
+    check_finite,
+    rollout_metrics,
+    sampler_metrics,
+    times,
+    with_logprobs,
+)
 from fastrl.train.grpo import GRPO
 from fastrl.train.journal import Journal
 from fastrl.train.metrics import StepMetrics, Timer
@@ -80,6 +87,7 @@ def train(config: Config, run_dir: Path, *, resume: bool = False) -> Outcome:
     start = _resume(run_dir, journal, algorithm, optimizer) if resume else 0
     journal.open(start)
 
+    watch = Watch(config)
     limit = math.inf if config.time_limit is None else config.time_limit
     began = time.perf_counter()
 
@@ -129,10 +137,14 @@ def train(config: Config, run_dir: Path, *, resume: bool = False) -> Outcome:
                 figures = metrics.result()
             algorithm.finish(figures)
             figures |= rollout_metrics(config, trajectories, batch)
+            if has_tokens:
+                figures |= sampler_metrics(batch, targets.old_logp)
             figures["optim/lr"] = optimizer.param_groups[0]["lr"]
             figures |= times(timer, time.perf_counter() - started, trajectories)
             journal.metrics({"step": step, **figures})
             check_finite(figures, step)
+            for finding in watch.step({"step": step, **figures}):
+                journal.say(f"{finding.name} ({finding.evidence}); try {finding.remedy}")
             if _is_due(step - 1, config.log.samples_every):
                 kept = with_logprobs(trajectories, targets if has_tokens else None, batch, config)
                 journal.samples(kept)

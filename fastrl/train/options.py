@@ -1,11 +1,11 @@
-"""Sections of the configuration for environments; a sentence under each field, as in config.py."""
+"""Sections of the configuration for environments and for filtering groups; a sentence under each field, as in config.py."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["EnvConfig"]
+__all__ = ["EnvConfig", "FilterConfig"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,3 +34,14 @@ class EnvConfig:
     """Longest time of one reset or step of an environment, which then counts as failed."""
     workers: int = 1
     """Environments that step at the same time, in threads; for those that wait for other processes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FilterConfig:
+    """Which groups are trained on."""
+
+    groups: bool = False
+    """Leave out groups whose rewards are all equal, and sample other tasks in their place (dynamic
+    sampling, DAPO)."""
+    max_rounds: int = 4
+    """Most rounds of sampling in a step; what is then missing stays missing."""
