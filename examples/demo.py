@@ -29,6 +29,7 @@ import fastrl
 from examples import op_table
 from fastrl.envs import Trajectory
 from fastrl.train import config as configs
+from fastrl.train import diagnose
 from fastrl.train.loop import train
 from fastrl.train.report import write_report
 from fastrl.train.report_data import Run, read_run, time_split
@@ -86,6 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     _title("Each op beside plain PyTorch on this machine")
     _say(op_table.table())
+
+    _title("What fastrl doctor finds in this run")
+    _say(diagnose.text_of(diagnose.doctor(run_dir)))
 
     verdict = judge(run)
     _title("Passed" if verdict.passed else "Failed")

@@ -1,4 +1,4 @@
-"""The command ``fastrl``: train, eval, report, info."""
+"""The command ``fastrl``: train, eval, report, doctor, advise, replay, info."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fastrl import __version__
+from fastrl.train.advise import QUESTIONS
 
 __all__ = ["main"]
 
@@ -18,6 +19,9 @@ examples:
   fastrl train configs/grpo_tiny.toml --run-dir runs/a --resume
   fastrl eval runs/a
   fastrl report runs/a
+  fastrl doctor runs/a
+  fastrl replay runs/a/samples.jsonl
+  fastrl advise --verifiable yes --samples cheap --rewards end --memory no
 """
 
 
@@ -97,6 +101,35 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     report.set_defaults(run=_report)
 
+    doctor = commands.add_parser(
+        "doctor",
+        help="classic failures that the metrics of a run show",
+        description="Print each finding with its evidence, what it means and what to try.",
+    )
+    doctor.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    doctor.set_defaults(run=_doctor)
+
+    advise = commands.add_parser(
+        "advise",
+        help="which algorithm and settings to begin with",
+        description="Propose the start of a configuration, with reasons and sources. Asks for the "
+        "answers that are not given.",
+    )
+    for name, (question, answers) in QUESTIONS.items():
+        advise.add_argument(f"--{name}", choices=answers, help=question)
+    advise.set_defaults(run=_advise)
+
+    replay = commands.add_parser(
+        "replay",
+        help="rewards and advantages of recorded trajectories, computed again",
+        description="Score the records of a trajectory file anew. The configuration is config.toml "
+        "beside the file, unless --config names another.",
+    )
+    replay.add_argument("file", type=Path, metavar="FILE")
+    replay.add_argument("--config", type=Path, metavar="CONFIG.toml")
+    _add_set(replay)
+    replay.set_defaults(run=_replay)
+
     info = commands.add_parser(
         "info",
         help="versions, and which implementation each operation uses",
@@ -153,6 +186,35 @@ def _report(arguments: argparse.Namespace, _: list[str]) -> int:
     from fastrl.train.report import write_report
 
     print(write_report(arguments.run_dir))
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace, _: list[str]) -> int:
+    from fastrl.train.diagnose import doctor, text_of
+
+    print(text_of(doctor(arguments.run_dir)))
+    return 0
+
+
+def _advise(arguments: argparse.Namespace, _: list[str]) -> int:
+    from fastrl.train.advise import advise
+
+    answers = {name: getattr(arguments, name) for name in QUESTIONS}
+    for name, (question, allowed) in QUESTIONS.items():
+        while answers[name] not in allowed:
+            if not sys.stdin.isatty():
+                raise ValueError(f"advise needs --{name} {'|'.join(allowed)}: {question}")
+            answers[name] = input(f"{question} [{'/'.join(allowed)}] ").strip()
+    print(advise(**answers))
+    return 0
+
+
+def _replay(arguments: argparse.Namespace, _: list[str]) -> int:
+    from fastrl.train import config as configs
+    from fastrl.train.replay import replay, text_of
+
+    file = arguments.config or arguments.file.parent / "config.toml"
+    print(text_of(replay(arguments.file, configs.load(file, arguments.set))))
     return 0
 
 

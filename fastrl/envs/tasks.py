@@ -13,7 +13,7 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 __all__ = [
     "Question",
@@ -26,7 +26,10 @@ __all__ = [
     "last_number",
     "load_task",
     "position_match",
+    "stream",
 ]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,21 +68,14 @@ class Task:
     rewards: tuple[Reward, ...]
     seed: int = 0
 
-    def batch(self, position: int, size: int) -> list[tuple[int, Question]]:
-        """Training questions number `position` to `position + size` of an endless shuffled stream.
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each reward by name."""
+        return {reward.name: reward.weight for reward in self.rewards}
 
-        Each pass over the questions has its own order, which depends on the seed and the pass
-        alone, so a position is all that a resumed run needs to know.
-        """
-        result: list[tuple[int, Question]] = []
-        order: list[int] = []
-        for i in range(position, position + size):
-            epoch, offset = divmod(i, len(self.train))
-            if not order or offset == 0:
-                order = list(range(len(self.train)))
-                random.Random(f"{self.seed}/{epoch}").shuffle(order)
-            result.append((i, self.train[order[offset]]))
-        return result
+    def batch(self, position: int, size: int) -> list[tuple[int, Question]]:
+        """Training questions number `position` to `position + size` of an endless shuffled stream."""
+        return stream(self.train, position, size, self.seed)
 
     def score(self, question: Question, completion: str) -> dict[str, float | None]:
         """Each reward of one completion by name; None where it was not scored."""
@@ -94,6 +90,23 @@ class Task:
         """The weighted sum of the rewards that were scored; None when none was."""
         scored = [(r.weight, parts[r.name]) for r in self.rewards if parts[r.name] is not None]
         return sum(w * cast(float, v) for w, v in scored) if scored else None
+
+
+def stream(items: Sequence[T], position: int, size: int, seed: int) -> list[tuple[int, T]]:
+    """Entries number `position` to `position + size` of an endless shuffled stream over `items`.
+
+    Each pass over the items has its own order, which depends on the seed and the pass alone, so a
+    position is all that a resumed run needs to know.
+    """
+    result: list[tuple[int, T]] = []
+    order: list[int] = []
+    for i in range(position, position + size):
+        epoch, offset = divmod(i, len(items))
+        if not order or offset == 0:
+            order = list(range(len(items)))
+            random.Random(f"{seed}/{epoch}").shuffle(order)
+        result.append((i, items[order[offset]]))
+    return result
 
 
 def load_task(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import fastrl
-from fastrl.envs import Trajectory
+from fastrl.envs import Trajectory, Turn
 from fastrl.train.config import Config
 from fastrl.train.models import Inputs
 from fastrl.train.seeding import derived_seed
@@ -35,14 +35,22 @@ __all__ = [
 class Batch:
     """The completions of one rollout. Left-padded prompts, right-padded completions, on the CPU."""
 
-    prompt_ids: Tensor  # int64 [U, P]
+    prompt_ids: Tensor  # int64 [U, P], distinct prompts
     prompt_mask: Tensor  # bool [U, P]
-    groups: Tensor  # int64 [B], which prompt a completion answers
+    prompt_of: Tensor  # int64 [B], which prompt a completion continues
+    groups: Tensor  # int64 [B], dense numbers of the uids
+    episodes: Tensor  # int64 [B], dense numbers of the episodes
     completion_ids: Tensor  # int64 [B, C]
     completion_mask: Tensor  # bool [B, C], tokens that exist
     mask: Tensor  # bool [B, C], tokens trained on
     rewards: Tensor  # float64 [B, K], NaN where not scored
     totals: Tensor  # float64 [B], NaN where nothing was scored
+    token_rewards: Tensor  # float64 [B, C], the reward of a turn at its last token, 0 elsewhere
+    turn_of: Tensor  # int64 [B, C], number of the turn at its tokens, 0 elsewhere
+    turn_ends: Tensor  # bool [B, C], last tokens of turns
+    turn_scored: Tensor  # bool [B, C], last tokens of turns that a reward scored
+    sampled_logp: Tensor | None  # float32 [B, C] under the sampler; None when it does not know them
+    weights: tuple[float, ...] = ()  # of the K rewards
 
 
 class MicroBatch(NamedTuple):
@@ -75,40 +83,82 @@ class MiniBatch(NamedTuple):
         return max(self.num_sequences, 1) * scale
 
 
-def make_batch(trajectories: Sequence[Trajectory], reward_names: Sequence[str]) -> Batch:
-    """The tensors of `trajectories`; completions with one uid share one prompt and form one group.
+def make_batch(
+    trajectories: Sequence[Trajectory],
+    reward_names: Sequence[str],
+    weights: Sequence[float] | None = None,
+) -> Batch:
+    """The tensors of `trajectories`; completions with one uid form one group.
 
-    A completion that no reward scored keeps its place, but none of its tokens is trained on.
+    A completion that no reward scored keeps its place, but none of its tokens is trained on; unless it
+    was cut or failed and its mask says otherwise: then its tokens have advantage 0.
     """
-    groups = fastrl.group_ids([t.uid for t in trajectories])
-    prompts: dict[int, tuple[int, ...]] = {}
-    for group, trajectory in zip(groups.tolist(), trajectories, strict=True):
-        prompts.setdefault(group, trajectory.prompt_ids)
-    prompt_ids, prompt_mask = _padded(list(prompts.values()), left=True)
-    completion_ids, completion_mask = _padded([t.completion_ids for t in trajectories])
-    trained, _ = _padded([t.mask for t in trajectories])
     nan = math.nan
+    prompts = {t.prompt_ids: 0 for t in trajectories}
+    prompts = {prompt: i for i, prompt in enumerate(prompts)}
+    prompt_ids, prompt_mask = _padded(list(prompts), left=True)
+    completion_ids, completion_mask = _padded([t.completion_ids for t in trajectories])
+    trained, _ = _padded([t.mask for t in trajectories], width=completion_ids.shape[1])
     totals = torch.tensor(
         [nan if t.reward is None else t.reward for t in trajectories], dtype=torch.float64
     )
     parts = [[t.reward_parts[name] for name in reward_names] for t in trajectories]
     rewards = torch.tensor(
         [[nan if v is None else v for v in row] for row in parts], dtype=torch.float64
-    )
+    ).view(len(trajectories), len(reward_names))
+    zeroed = torch.tensor([t.status != "finished" for t in trajectories], dtype=torch.bool)
+    # A row that no longer counts as a whole must not count as one of several objectives either.
+    rewards[zeroed & totals.isnan()] = nan
+    token_rewards, turn_of, turn_ends, turn_scored = _turns(trajectories, completion_mask)
+    logps = None
+    if all(t.logprobs or not t.completion_ids for t in trajectories):
+        logps = torch.zeros(completion_ids.shape)
+        for i, t in enumerate(trajectories):
+            logps[i, : len(t.logprobs)] = torch.tensor(t.logprobs)
     return Batch(
         prompt_ids=prompt_ids,
         prompt_mask=prompt_mask,
-        groups=groups,
+        prompt_of=torch.tensor([prompts[t.prompt_ids] for t in trajectories], dtype=torch.int64),
+        groups=fastrl.group_ids([t.uid for t in trajectories]),
+        episodes=fastrl.group_ids([t.episode or f"row {i}" for i, t in enumerate(trajectories)]),
         completion_ids=completion_ids,
         completion_mask=completion_mask,
-        mask=completion_mask & (trained != 0) & ~totals.isnan()[:, None],
+        mask=completion_mask & (trained != 0) & (~totals.isnan() | zeroed)[:, None],
         rewards=rewards,
         totals=totals,
+        token_rewards=token_rewards,
+        turn_of=turn_of,
+        turn_ends=turn_ends,
+        turn_scored=turn_scored,
+        sampled_logp=logps,
+        weights=tuple(weights or (1.0,) * len(reward_names)),
     )
 
 
-def _padded(rows: Sequence[Sequence[int]], *, left: bool = False) -> tuple[Tensor, Tensor]:
-    width = max(len(row) for row in rows)
+def _turns(
+    trajectories: Sequence[Trajectory], completion_mask: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`token_rewards`, `turn_of`, `turn_ends` and `turn_scored` of a batch."""
+    rewards = torch.zeros(completion_mask.shape, dtype=torch.float64)
+    turn_of = torch.zeros(completion_mask.shape, dtype=torch.int64)
+    ends, scored = (torch.zeros_like(completion_mask) for _ in range(2))
+    for i, t in enumerate(trajectories):
+        whole = Turn(0, len(t.completion_ids), reward=t.reward)
+        for number, turn in enumerate(t.turns or (whole,)):
+            if turn.end == turn.start:
+                continue
+            turn_of[i, turn.start : turn.end] = number
+            ends[i, turn.end - 1] = True
+            if turn.reward is not None and t.reward is not None:
+                rewards[i, turn.end - 1] = turn.reward
+                scored[i, turn.end - 1] = True
+    return rewards, turn_of, ends, scored
+
+
+def _padded(
+    rows: Sequence[Sequence[int]], *, left: bool = False, width: int | None = None
+) -> tuple[Tensor, Tensor]:
+    width = max((len(row) for row in rows), default=0) if width is None else width
     ids = torch.zeros(len(rows), width, dtype=torch.int64)
     mask = torch.zeros(len(rows), width, dtype=torch.bool)
     for i, row in enumerate(rows):
@@ -121,14 +171,15 @@ def _padded(rows: Sequence[Sequence[int]], *, left: bool = False) -> tuple[Tenso
 def plan_updates(
     batch: Batch, config: Config, *, step: int, epoch: int, device: torch.device
 ) -> list[MiniBatch]:
-    """The mini-batches of one pass, in order. Prompts are shuffled by seed, step and epoch."""
+    """The mini-batches of one pass, in order. Groups are shuffled by seed, step and epoch."""
     shuffle = torch.Generator().manual_seed(derived_seed(config.seed, "shuffle", step, epoch))
-    order = torch.randperm(batch.prompt_ids.shape[0], generator=shuffle)
+    num_groups = int(batch.groups.max()) + 1 if len(batch.groups) else 0
+    order = torch.randperm(num_groups, generator=shuffle)
     # Rows without a trained token would only cost time.
     is_trained = batch.mask.any(1)
     mini_batches = []
-    for prompts in order.tensor_split(config.optim.mini_batches):
-        rows = (torch.isin(batch.groups, prompts) & is_trained).nonzero().squeeze(1)
+    for groups in order.tensor_split(config.optim.mini_batches):
+        rows = (torch.isin(batch.groups, groups) & is_trained).nonzero().squeeze(1)
         mini_batches.append(
             MiniBatch(
                 [
@@ -153,17 +204,17 @@ def _split(batch: Batch, rows: list[int], budget: int, share_prompts: bool) -> l
     A part has one row or more, even when that row alone is over the budget. With `share_prompts` the
     rows of a prompt stay side by side, because a prompt is computed once per part it appears in.
     """
-    prompt_length = batch.prompt_mask.sum(1)[batch.groups].tolist()
+    prompt_length = batch.prompt_mask.sum(1)[batch.prompt_of].tolist()
     length = batch.completion_mask.sum(1).tolist()
-    group = batch.groups.tolist()
+    prompt = batch.prompt_of.tolist()
     if share_prompts:
-        rows = sorted(rows, key=lambda r: (prompt_length[r], group[r], length[r]))
+        rows = sorted(rows, key=lambda r: (prompt_length[r], prompt[r], length[r]))
     else:
         rows = sorted(rows, key=lambda r: (prompt_length[r] + length[r], r))
     parts: list[list[int]] = []
     for row in rows:
         part = [*parts[-1], row] if parts else []
-        num_prompts = len({group[r] for r in part}) if share_prompts else len(part)
+        num_prompts = len({prompt[r] for r in part}) if share_prompts else len(part)
         width = max((prompt_length[r] for r in part), default=0)
         cost = num_prompts * width + len(part) * max((length[r] for r in part), default=0)
         if part and cost <= budget:
@@ -174,7 +225,7 @@ def _split(batch: Batch, rows: list[int], budget: int, share_prompts: bool) -> l
 
 
 def _micro_batch(batch: Batch, rows: Tensor, device: torch.device) -> MicroBatch:
-    prompts, prompt_of = torch.unique(batch.groups[rows], return_inverse=True)
+    prompts, prompt_of = torch.unique(batch.prompt_of[rows], return_inverse=True)
     prompt_mask = batch.prompt_mask[prompts]
     first = batch.prompt_mask.shape[1] - int(prompt_mask.sum(1).max())
     completion_mask = batch.completion_mask[rows]

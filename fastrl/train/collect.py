@@ -9,11 +9,12 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from fastrl.envs import Question, Task, Trajectory, load_task
+from fastrl.envs import EnvTask, Question, Task, Trajectory, load_env_task, load_task
 from fastrl.train import checkpoint
 from fastrl.train.config import Config
+from fastrl.train.episodes import play
 from fastrl.train.journal import Journal
 from fastrl.train.metrics import Timer
 from fastrl.train.models import Policy, load_policy
@@ -31,27 +32,53 @@ class Evaluation(NamedTuple):
 
 
 def collect(
-    config: Config, task: Task, policy: Policy, generator: Generator, timer: Timer, *, step: int
+    config: Config,
+    task: Task | EnvTask,
+    policy: Policy,
+    generator: Generator,
+    timer: Timer,
+    *,
+    step: int,
 ) -> list[Trajectory]:
-    """Completions of the questions of `step`, scored; those of one prompt stand side by side."""
-    rollout = config.rollout
-    asked = task.batch(step * rollout.prompts, rollout.prompts)
-    return _answers(
-        config,
-        task,
-        policy,
-        generator,
-        timer,
-        [(str(position), question) for position, question in asked],
-        samples=rollout.samples,
-        temperature=rollout.temperature,
-        seed=derived_seed(config.seed, "sample", step),
-        step=step + 1,
-    )
+    """Completions of the questions of `step`, scored; those of one prompt stand side by side.
+
+    With filter.groups, groups whose rewards are all equal are left out, and further questions are asked
+    until there are rollout.prompts groups or filter.max_rounds is reached. Each round asks the same
+    number of questions, so where a step begins in the stream of questions does not depend on luck.
+    """
+    rollout, rounds = config.rollout, config.filter.max_rounds if config.filter.groups else 1
+    kept: list[Trajectory] = []
+    for number in range(rounds):
+        asked = task.batch((step * rounds + number) * rollout.prompts, rollout.prompts)
+        found = _answers(
+            config,
+            task,
+            policy,
+            generator,
+            timer,
+            [(str(position), question) for position, question in asked],
+            samples=rollout.samples,
+            temperature=rollout.temperature,
+            seed=derived_seed(config.seed, "sample", step, *([number] if number else [])),
+            step=step + 1,
+        )
+        kept += found if not config.filter.groups else _with_variance(found)
+        if len({t.uid for t in kept}) >= rollout.prompts:
+            break
+    wanted = list(dict.fromkeys(t.uid for t in kept))[: rollout.prompts]
+    return [t for t in kept if t.uid in set(wanted)]
+
+
+def _with_variance(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Those whose group has two different rewards."""
+    rewards: dict[str, set[float]] = {}
+    for t in trajectories:
+        rewards.setdefault(t.uid, set()).update([] if t.reward is None else [t.reward])
+    return [t for t in trajectories if len(rewards[t.uid]) > 1]
 
 
 def evaluate(
-    config: Config, task: Task, policy: Policy, generator: Generator, *, step: int
+    config: Config, task: Task | EnvTask, policy: Policy, generator: Generator, *, step: int
 ) -> Evaluation:
     """Accuracy and mean reward on the held-out questions, one completion each."""
     timer = Timer()
@@ -69,14 +96,14 @@ def evaluate(
         seed=derived_seed(config.seed, "eval"),
         step=step,
     )
-    count = len(trajectories)
+    count = max(len(trajectories), 1)
     totals = [t.reward for t in trajectories if t.reward is not None]
     figures = {
         "step": step,
         "accuracy": sum(is_correct(config, t.reward_parts) for t in trajectories) / count,
         "reward": sum(totals) / len(totals) if totals else math.nan,
         "questions": count,
-        "length": sum(len(t.completion_ids) for t in trajectories) / count,
+        "length": sum(sum(t.mask) for t in trajectories) / count,
         "seconds": time.perf_counter() - started,
     }
     return Evaluation(figures, trajectories)
@@ -84,18 +111,31 @@ def evaluate(
 
 def _answers(
     config: Config,
-    task: Task,
+    task: Task | EnvTask,
     policy: Policy,
     generator: Generator,
     timer: Timer,
-    questions: Sequence[tuple[str, Question]],
+    questions: Sequence[tuple[str, Any]],
     *,
     samples: int,
     temperature: float,
     seed: int,
     step: int,
 ) -> list[Trajectory]:
-    """Scored completions of `questions`, which are pairs of uid and question."""
+    """Scored completions of `questions`, which are pairs of uid and question, or task of an environment."""
+    if isinstance(task, EnvTask):
+        return play(
+            config,
+            task,
+            policy,
+            generator,
+            timer,
+            [(uid, place, entry) for place, (uid, entry) in enumerate(questions)],
+            samples=samples,
+            temperature=temperature,
+            seed=seed,
+            step=step,
+        )
     texts = [_prompt(config, policy, question) for _, question in questions]
     ids = [policy.encode(text) for text in texts]
     with timer("sample"):
@@ -109,7 +149,7 @@ def _answers(
     trajectories = []
     with timer("score"):
         for (uid, question), text, prompt, group in zip(questions, texts, ids, groups, strict=True):
-            for tokens, finished in group:
+            for tokens, finished, logprobs in group:
                 completion = policy.decode(tokens)
                 parts = task.score(question, completion)
                 trajectories.append(
@@ -122,6 +162,7 @@ def _answers(
                         prompt_ids=tuple(prompt),
                         completion_ids=tuple(tokens),
                         mask=(1,) * len(tokens),
+                        logprobs=tuple(logprobs or ()),
                         reward=task.total(parts),
                         reward_parts=parts,
                         finished=finished,
@@ -148,8 +189,17 @@ def evaluate_run(config: Config, run_dir: Path | None) -> Evaluation:
     return evaluate(config, make_task(config), policy, generator, step=step)
 
 
-def make_task(config: Config) -> Task:
-    """The questions and rewards that `config` names."""
+def make_task(config: Config) -> Task | EnvTask:
+    """The questions and rewards, or the environment, that `config` names."""
+    if config.env.source is not None:
+        return load_env_task(
+            config.env.source,
+            params=config.env.params,
+            weights=config.env.weights,
+            size=config.task.size,
+            held_out=config.eval.size,
+            seed=config.seed,
+        )
     return load_task(
         config.task.source,
         params=config.task.params,

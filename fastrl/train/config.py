@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from fastrl.train.options import EnvConfig, FilterConfig
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -193,6 +195,9 @@ class GRPOConfig:
     """1 for the sample standard deviation, 0 for the population's."""
     eps: float = 1e-6
     """Added to the standard deviation."""
+    credit: Literal["outcome", "process", "turn"] = "outcome"
+    """What is compared: whole episodes; the rewards of single turns, summed from each token on
+    (process GRPO); or the return from a turn on, with the same turn of the others."""
     normalise_each: bool = False
     """Normalise each reward within its group before the weighted sum, not the sum."""
 
@@ -282,6 +287,10 @@ class Config:
     """The model."""
     task: TaskConfig = field(default_factory=TaskConfig)
     """The questions and rewards."""
+    env: EnvConfig = field(default_factory=EnvConfig)
+    """An environment of several turns."""
+    filter: FilterConfig = field(default_factory=FilterConfig)
+    """Which groups are trained on."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Sampling."""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -307,6 +316,9 @@ class Config:
             "rollout.samples": self.rollout.samples,
             "rollout.max_new_tokens": self.rollout.max_new_tokens,
             "rollout.batch_size": self.rollout.batch_size,
+            "env.max_turns": self.env.max_turns,
+            "env.workers": self.env.workers,
+            "filter.max_rounds": self.filter.max_rounds,
             "optim.mini_batches": self.optim.mini_batches,
             "optim.epochs": self.optim.epochs,
             "optim.micro_batch_tokens": self.optim.micro_batch_tokens,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fastrl
+from fastrl.train.advantages import group_advantages
 from fastrl.train.batch import Batch, MicroBatch, MiniBatch, fill
 from fastrl.train.config import Config
 from fastrl.train.forward import policy_loss, policy_outputs
@@ -64,19 +65,8 @@ class GRPO:
 
         with torch.no_grad():
             old_logp, *ref_logp = fill(batch, plan, logps)
-        options, rewards = self.config.grpo, self.config.task.rewards
-        scores = batch.rewards if options.normalise_each else batch.totals
         with self.timer("fastrl"):
-            advantages = fastrl.group_advantages(
-                scores,
-                batch.groups,
-                baseline=options.baseline,
-                scale=options.scale,
-                ddof=options.ddof,
-                eps=options.eps,
-                weights=[r.weight for r in rewards] if options.normalise_each else None,
-                mask=batch.mask,
-            )
+            advantages = group_advantages(batch, self.config.grpo)
         advantages = advantages.to(old_logp)
         return Targets(old_logp, advantages, ref_logp[0] if ref_logp else None)
 

@@ -6,12 +6,11 @@ PPO and GRPO are two files with one interface (`Algorithm`); everything they sha
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -20,11 +19,18 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from fastrl.envs import Trajectory
 from fastrl.train import checkpoint
 from fastrl.train.batch import Batch, MicroBatch, MiniBatch, make_batch, plan_updates
-from fastrl.train.collect import collect, evaluate, is_correct, make_task
+from fastrl.train.collect import collect, evaluate, make_task
 from fastrl.train.config import Config
+from fastrl.train.diagnose import Watch
+from fastrl.train.figures import (
+    check_finite,
+    rollout_metrics,
+    sampler_metrics,
+    times,
+    with_logprobs,
+)
 from fastrl.train.grpo import GRPO
 from fastrl.train.journal import Journal
 from fastrl.train.metrics import StepMetrics, Timer
@@ -81,6 +87,7 @@ def train(config: Config, run_dir: Path, *, resume: bool = False) -> Outcome:
     start = _resume(run_dir, journal, algorithm, optimizer) if resume else 0
     journal.open(start)
 
+    watch = Watch(config)
     limit = math.inf if config.time_limit is None else config.time_limit
     began = time.perf_counter()
 
@@ -98,7 +105,7 @@ def train(config: Config, run_dir: Path, *, resume: bool = False) -> Outcome:
             # Collect: several completions of each of this step's questions.
             # Score: every reward of every completion; a completion may stay without one.
             trajectories = collect(config, task, policy, generator, timer, step=step)
-            batch = make_batch(trajectories, [reward.name for reward in task.rewards])
+            batch = make_batch(trajectories, list(task.weights), list(task.weights.values()))
 
             # Advantages. The plan of the first epoch is made before, so that the log-probabilities
             # of the rollout come from the very micro-batches that the first update trains on.
@@ -129,13 +136,17 @@ def train(config: Config, run_dir: Path, *, resume: bool = False) -> Outcome:
             with timer("forward_backward"):
                 figures = metrics.result()
             algorithm.finish(figures)
-            figures |= _rollout_metrics(config, trajectories, batch)
+            figures |= rollout_metrics(config, trajectories, batch)
+            if has_tokens:
+                figures |= sampler_metrics(batch, targets.old_logp)
             figures["optim/lr"] = optimizer.param_groups[0]["lr"]
-            figures |= _times(timer, time.perf_counter() - started, trajectories)
+            figures |= times(timer, time.perf_counter() - started, trajectories)
             journal.metrics({"step": step, **figures})
-            _check_finite(figures, step)
+            check_finite(figures, step)
+            for finding in watch.step({"step": step, **figures}):
+                journal.say(f"{finding.name} ({finding.evidence}); try {finding.remedy}")
             if _is_due(step - 1, config.log.samples_every):
-                kept = _with_logprobs(trajectories, targets if has_tokens else None, batch, config)
+                kept = with_logprobs(trajectories, targets if has_tokens else None, batch, config)
                 journal.samples(kept)
             if config.eval.size and _is_due(step, config.eval.every):
                 journal.evaluation(*evaluate(config, task, policy, generator, step=step))
@@ -151,69 +162,6 @@ def train(config: Config, run_dir: Path, *, resume: bool = False) -> Outcome:
         if stopped_by:
             journal.say(f"stopped after step {step}; --resume continues from here")
         return Outcome(step, stopped_by[0] if stopped_by else 0)
-
-
-# --- figures -----------------------------------------------------------------------------------
-
-
-def _rollout_metrics(
-    config: Config, trajectories: Sequence[Trajectory], batch: Batch
-) -> dict[str, float]:
-    count = len(trajectories)
-    scored = batch.totals[~batch.totals.isnan()]
-    lengths = [len(t.completion_ids) for t in trajectories]
-    ranges: dict[str, list[float]] = {}
-    for t in trajectories:
-        ranges.setdefault(t.uid, []).extend([] if t.reward is None else [t.reward])
-    same = sum(max(r, default=0.0) == min(r, default=0.0) for r in ranges.values())
-    part_names = list(trajectories[0].reward_parts)
-    return {
-        "reward/mean": float(scored.mean()),
-        "reward/std": float(scored.std(correction=0)) if len(scored) else math.nan,
-        **{
-            f"reward/part/{n}": float(batch.rewards[:, k].nanmean())
-            for k, n in enumerate(part_names)
-        },
-        "reward/correct": sum(is_correct(config, t.reward_parts) for t in trajectories) / count,
-        "reward/unscored": 1 - len(scored) / count,
-        "group/zero_variance": same / len(ranges),
-        "completion/length_mean": sum(lengths) / count,
-        "completion/length_max": max(lengths),
-        "completion/finished": sum(t.finished for t in trajectories) / count,
-    }
-
-
-def _times(timer: Timer, total: float, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    names = ("sample", "score", "forward_backward", "optimizer", "fastrl")
-    times = {f"time/{name}": timer.seconds[name] for name in names}
-    return {
-        **times,
-        "time/other": total - sum(times.values()),
-        "time/step": total,
-        "throughput/tokens_per_second": sum(len(t.completion_ids) for t in trajectories) / total,
-    }
-
-
-def _with_logprobs(
-    trajectories: Sequence[Trajectory], targets: Any, batch: Batch, config: Config
-) -> list[Trajectory]:
-    """The first completions of a step as they are recorded, with the log-probabilities trained on."""
-    kept = []
-    for row, trajectory in enumerate(trajectories[: config.log.samples]):
-        if targets is not None and batch.mask[row].any():
-            logprobs = targets.old_logp[row, : len(trajectory.completion_ids)].tolist()
-            trajectory = dataclasses.replace(trajectory, logprobs=tuple(logprobs))
-        kept.append(trajectory)
-    return kept
-
-
-def _check_finite(figures: Mapping[str, float], step: int) -> None:
-    norm, bad = figures.get("optim/grad_norm", 0.0), figures.get("policy/nonfinite", 0.0)
-    if not math.isfinite(norm) or bad:
-        raise FloatingPointError(
-            f"train: step {step} had {int(bad)} tokens with non-finite inputs of the loss and gradient "
-            f"norm {norm}; resume from the last checkpoint with a lower optim.lr"
-        )
 
 
 # --- optimiser, checkpoints, signals -----------------------------------------------------------

@@ -38,9 +38,27 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward/correct", "completions whose first reward >= eval.correct_at / all", "share"),
     Metric("reward/unscored", "completions that no reward scored / all", "share"),
     Metric("group/zero_variance", "prompts whose scored rewards are all equal / prompts", "share"),
-    Metric("completion/length_mean", "tokens sampled / completions", "tokens"),
+    Metric("group/size_mean", "scored completions / prompts", "count"),
+    Metric(
+        "group/std_min", "smallest standard deviation of a group that has one, ddof 1", "reward"
+    ),
+    Metric("group/mixed", "groups with several first prompts / groups", "share"),
+    Metric(
+        "reward/trivial", "reward of the best-earning text given to several prompts / all", "share"
+    ),
+    Metric(
+        "sampler/logp_gap",
+        "mean over tokens of |log p of the trainer - log p of the sampler|",
+        "nats",
+    ),
+    Metric(
+        "completion/length_mean", "tokens sampled, tool outputs left out / completions", "tokens"
+    ),
     Metric("completion/length_max", "tokens of the longest completion", "tokens"),
     Metric("completion/finished", "completions that ended by themselves / all", "share"),
+    Metric("episode/turns_mean", "assistant messages / episodes", "count"),
+    Metric("episode/truncated", "episodes cut at a limit of turns or tokens / all", "share"),
+    Metric("episode/failed", "episodes whose environment failed / all", "share"),
     Metric("policy/loss", "mean over optimiser steps of the policy loss", "loss"),
     Metric("policy/entropy", "sum of entropy / tokens", "nats"),
     Metric(

@@ -83,16 +83,13 @@ class PPO:
         with torch.no_grad():
             old_logp, values, *ref_logp = fill(batch, plan, rollout)
         mask = batch.mask.to(values.device)
-        # The KL of a token is paid at that token, the score at the last token trained on.
-        rewards = torch.zeros_like(values)
+        # The KL of a token is paid at that token, a score at the last token of its turn.
+        rewards = batch.token_rewards.to(values)
         if ref_logp:
             divergence = (old_logp - ref_logp[0]) * mask
             rewards -= self.kl_coef * divergence
             self._num_tokens = int(batch.mask.sum())
             self._measured_kl = float(divergence.sum()) / self._num_tokens
-        last = (mask.long().cumsum(1).argmax(1, keepdim=True)).to(values.device)
-        score = batch.totals.nan_to_num(0.0)[:, None].to(values)
-        rewards.scatter_add_(1, last, score)
         options = self.config.ppo
         with self.timer("fastrl"):
             advantages, returns = fastrl.gae(

@@ -25,6 +25,8 @@ class Completion(NamedTuple):
 
     token_ids: list[int]
     finished: bool
+    logprobs: list[float] | None = None
+    """Of each token when it was sampled, at the temperature of sampling; None when not known."""
 
 
 class Generator(Protocol):
@@ -38,9 +40,12 @@ class Generator(Protocol):
         max_new_tokens: int,
         temperature: float,
         seed: int,
+        places: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
         """`samples` completions of each prompt; temperature 0 takes the likeliest token.
 
+        Prompt i draws as the one in place `places[i]` of a longer list would (its own place by default),
+        so that what a prompt gets does not depend on which others are asked beside it.
         The distribution is softmax(logits / temperature) over the whole vocabulary: no top-k, top-p or
         penalties, because the log-probabilities trained on would then be of another distribution.
         """
@@ -63,33 +68,45 @@ class TransformersGenerator:
         max_new_tokens: int,
         temperature: float,
         seed: int,
+        places: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
         """See `Generator.generate`."""
+        places = range(len(prompts)) if places is None else places
         source = torch.Generator().manual_seed(seed)
-        draws = torch.rand(len(prompts), samples, max_new_tokens, generator=source)
+        size = max(places, default=-1) + 1
+        draws = torch.rand(size, samples, max_new_tokens, generator=source)[list(places)]
         per_part = max(self._batch_size // samples, 1)
         result: list[list[Completion]] = []
         for start in range(0, len(prompts), per_part):
             part = slice(start, start + per_part)
             with torch.no_grad(), autocast(self._config, self._policy.device):
-                rows = self._sample(prompts[part], draws[part].flatten(0, 1), temperature)
-            completions = [self._completion(row) for row in rows.tolist()]
+                rows, logprobs = self._sample(prompts[part], draws[part].flatten(0, 1), temperature)
+            completions = list(map(self._completion, rows.tolist(), logprobs.tolist()))
             result += [completions[i : i + samples] for i in range(0, len(completions), samples)]
         return result
 
-    def _completion(self, row: list[int]) -> Completion:
+    def _completion(self, row: list[int], logprobs: list[float]) -> Completion:
         for i, token in enumerate(row):
             if token in self._policy.eos_ids:
-                return Completion(row[: i + 1], finished=True)
-        return Completion(row, finished=False)
+                return Completion(row[: i + 1], True, logprobs[: i + 1])
+        return Completion(row, False, logprobs)
 
     def _sample(
         self, prompts: Sequence[Sequence[int]], draws: Tensor, temperature: float
-    ) -> Tensor:
-        """Tokens [rows, T] for the uniform draws [rows, T]; after an end of sequence they mean nothing."""
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probabilities [rows, T] for the uniform draws [rows, T].
+
+        After an end of sequence they mean nothing.
+        """
         policy, device = self._policy, self._policy.device
         num_rows, num_steps = draws.shape
         draws = draws.to(device)
+        # Episodes of one task, and early turns, often have the same history: it is computed once.
+        distinct = {tuple(prompt): 0 for prompt in prompts}
+        distinct = {prompt: i for i, prompt in enumerate(distinct)}
+        row_prompts = [distinct[tuple(p)] for p in prompts for _ in range(num_rows // len(prompts))]
+        prompt_of = torch.tensor(row_prompts, device=device)
+        prompts = list(distinct)
         width = max(len(p) for p in prompts)
         ids = torch.full((len(prompts), width), policy.pad_id)
         mask = torch.zeros(len(prompts), width + num_steps, dtype=torch.int64)
@@ -104,18 +121,18 @@ class TransformersGenerator:
             position_ids=positions,
             use_cache=True,
         )
-        prompt_of = torch.arange(num_rows, device=device) // (num_rows // len(prompts))
         cache = keys_and_values(out)
         next(iter(cache.values())).batch_select_indices(prompt_of)
         mask, position = mask[prompt_of], positions[prompt_of, -1]
         hidden = out.last_hidden_state[prompt_of, -1]
 
         tokens = torch.full((num_rows, num_steps), policy.eos_ids[0], device=device)
+        logprobs = torch.zeros(num_rows, num_steps, device=device)
         ends = torch.tensor(policy.eos_ids, device=device)
         alive = torch.arange(num_rows, device=device)
         for step in range(num_steps):
-            token = _draw(policy.logits(hidden), draws[alive, step], temperature)
-            tokens[alive, step] = token
+            token, logprob = _draw(policy.logits(hidden), draws[alive, step], temperature)
+            tokens[alive, step], logprobs[alive, step] = token, logprob
             # Finished rows leave the batch; copying the cache for them costs less than running them.
             keep = (~torch.isin(token, ends)).nonzero().squeeze(1)
             if step + 1 == num_steps or keep.numel() == 0:
@@ -134,15 +151,21 @@ class TransformersGenerator:
             )
             cache = keys_and_values(out)
             hidden = out.last_hidden_state[:, -1]
-        return tokens
+        return tokens, logprobs
 
 
-def _draw(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
-    """The token of each row [R] whose stretch of the cumulative distribution holds the draw [R]."""
+def _draw(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """The token of each row [R] whose stretch of the cumulative distribution holds the draw [R].
+
+    With it goes its log-probability, which at temperature 0 is 0: the choice is certain.
+    """
     if temperature == 0:
-        return logits.argmax(-1)
+        token = logits.argmax(-1)
+        return token, torch.zeros_like(token, dtype=torch.float32)
     # float64, because the tail of a large vocabulary is below the rounding of a float32 sum.
-    cumulative = (logits.double() / temperature).softmax(-1).cumsum(-1)
+    probabilities = (logits.double() / temperature).softmax(-1)
+    cumulative = probabilities.cumsum(-1)
     target = uniform.double()[:, None] * cumulative[:, -1:]
     token = torch.searchsorted(cumulative, target, right=True).squeeze(1)
-    return token.clamp_max(logits.shape[-1] - 1)
+    token = token.clamp_max(logits.shape[-1] - 1)
+    return token, probabilities.gather(1, token[:, None]).squeeze(1).log().float()

@@ -42,15 +42,33 @@ def generate(policy: Policy, batch_size: int = 256, **options: Any) -> list[list
     return generator.generate(PROMPTS, **{**values, **options})
 
 
+def tokens(groups: list[list[Any]]) -> list[list[list[int]]]:
+    return [[completion.token_ids for completion in group] for group in groups]
+
+
 def test_seed_decides_and_the_batch_size_does_not(policy: Policy) -> None:
     groups = generate(policy)
     assert [len(g) for g in groups] == [5, 5, 5, 5]
     assert groups == generate(policy)
-    assert groups == generate(policy, batch_size=5)
-    assert groups == generate(policy, batch_size=1)
-    assert groups != generate(policy, seed=4)
+    assert tokens(groups) == tokens(generate(policy, batch_size=5))
+    assert tokens(groups) == tokens(generate(policy, batch_size=1))
+    assert tokens(groups) != tokens(generate(policy, seed=4))
     # Two groups of one prompt are two draws.
     assert groups[0] != groups[3]
+
+
+def test_a_prompt_draws_by_its_place(policy: Policy) -> None:
+    whole = tokens(generate(policy))
+    generator = TransformersGenerator(policy, ModelConfig(), batch_size=256)
+    some = generator.generate(
+        [PROMPTS[3], PROMPTS[1]],
+        samples=5,
+        max_new_tokens=7,
+        temperature=1.0,
+        seed=3,
+        places=[3, 1],
+    )
+    assert tokens(some) == [whole[3], whole[1]]
 
 
 def test_completions_end_at_the_first_end_of_sequence(policy: Policy) -> None:
@@ -74,11 +92,13 @@ def test_greedy_agrees_with_transformers(policy: Policy) -> None:
 def test_draws_follow_the_softmax_at_the_temperature() -> None:
     logits = torch.tensor([0.0, 1.0, -torch.inf, 2.0]).expand(20_000, 4)
     uniform = torch.rand(20_000, generator=torch.Generator().manual_seed(0))
-    tokens = _draw(logits, uniform, 0.5)
+    tokens, logprobs = _draw(logits, uniform, 0.5)
+    expected = (logits[0] / 0.5).log_softmax(0)[tokens]
+    torch.testing.assert_close(logprobs, expected, rtol=1e-6, atol=1e-6)
     shares = torch.bincount(tokens, minlength=4) / 20_000
     torch.testing.assert_close(shares, (logits[0] / 0.5).softmax(0), rtol=0, atol=0.01)
     assert shares[2] == 0
-    edges = _draw(logits[:2], torch.tensor([0.0, 1 - 2**-24]), 1.0)
+    edges, _ = _draw(logits[:2], torch.tensor([0.0, 1 - 2**-24]), 1.0)
     assert edges.tolist() == [0, 3]
 
 
