@@ -40,9 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError("--device needs --impl=cuda, triton or reference")
         if device.type == "cuda" and not torch.cuda.is_available():
             raise pytest.UsageError("--device=cuda: torch finds no GPU")
-        torch.set_default_device(
-            device
-        )  # before collection: some tests hold tensors of their module
+        # Before collection, because some tests hold tensors of their module.
+        torch.set_default_device(device)
     elif config.getoption("--impl") == "cuda":
         raise pytest.UsageError("--impl=cuda needs --device=cuda")
     elif config.getoption("--impl") == "triton" and not _library.triton_interprets:

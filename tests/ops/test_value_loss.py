@@ -346,7 +346,7 @@ def test_mixed_dtypes_and_autocast(impl: str) -> None:
     assert_close(got[0], expected[0], torch.bfloat16)
     assert_close(got[2], expected[2], torch.bfloat16, grad=True)
     assert got[2].dtype == torch.bfloat16
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(data[0].device.type, dtype=torch.bfloat16):
         assert_same(run(impl, data, None), got)
 
 
