@@ -20,7 +20,7 @@ from fastrl.train.config import Config, GRPOConfig, ModelConfig
 from fastrl.train.grpo import GRPO
 from fastrl.train.guard import call_all
 from fastrl.train.loop import train
-from fastrl.train.metrics import Timer
+from fastrl.train.metrics import METRICS, Timer
 from fastrl.train.models import Policy, load_policy
 from fastrl.train.ppo import PPO
 from fastrl.train.rollout import Completion, TransformersGenerator
@@ -201,6 +201,8 @@ def test_runs_with_failures_go_on(small: Callable[..., Config], tmp_path: Path, 
     config = echo(small, algorithm, "env.params.fail=step", "env.failed=drop", "steps=2")
     assert train(config, tmp_path) == (2, 0)
     record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    defined = {m.name for m in METRICS if m.name.startswith("episode/")}
+    assert defined <= set(record)
     assert record["episode/turns_mean"] >= 1
 
 
