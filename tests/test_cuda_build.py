@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cuda_resources
+from benchmarks import budget, cuda_resources
 
 ROOT = Path(__file__).parent.parent
 BUILD = ROOT / "build" / "cuda"
@@ -50,6 +50,12 @@ def test_builds_for_every_architecture(library: Path) -> None:
     if cuda_resources.cuobjdump() is None:
         pytest.skip("no cuobjdump, neither on PATH nor in triton")
     assert cuda_resources.architectures(library) == ARCHITECTURES
+
+
+def test_no_kernel_spills_and_all_keep_their_budgets(library: Path) -> None:
+    if cuda_resources.cuobjdump() is None:
+        pytest.skip("no cuobjdump, neither on PATH nor in triton")
+    assert not budget.exceeded("cuda", cuda_resources.resources(library))
 
 
 def test_every_op_has_a_cuda_kernel_and_says_why_it_does_not_run_here(library: Path) -> None:
