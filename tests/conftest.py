@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             "--impl=triton needs --device=cuda, or triton and TRITON_INTERPRET=1 in the environment"
         )
-    if config.getoption("--impl") == "triton":
+    if config.getoption("--impl") == "triton" and _library.triton_interprets:
         from tests import interpreter
 
         interpreter.speed_up_scans()
