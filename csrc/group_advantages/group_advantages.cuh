@@ -12,6 +12,7 @@
 #include "common/reduce.cuh"
 #include "group_advantages/group_advantages_args.h"
 #include "group_advantages/group_core.h"
+#include "whiten/whiten_args.h"
 
 namespace fastrl::cuda {
 
@@ -26,10 +27,6 @@ static_assert(kGroupWarps <= kWarp, "counts of all warps fit the lanes of one");
 
 struct alignas(16) Group {
   int32_t start, size, slot;
-};
-
-struct BatchMoments {
-  double count, mean, m2;
 };
 
 struct GroupCall {
@@ -51,7 +48,7 @@ struct GroupCall {
   double* totals = nullptr;              // [count], advantages
   double* lengths = nullptr;             // [count], null unless the baseline is weighted by them
   double* inverse_std = nullptr;         // [objectives], of the batch, null unless it is the scale
-  BatchMoments* moments = nullptr;       // [objectives, chunks of the batch]
+  Moments* moments = nullptr;            // [objectives, chunks of the batch]
   Group* groups = nullptr;               // [count]
   Group* large = nullptr;                // those of more than a warp's members
   unsigned long long* cursor = nullptr;  // groups so far (high half) and members so far
@@ -173,13 +170,6 @@ __global__ void __launch_bounds__(kRowThreads) sum_rows(const __grid_constant__ 
 // ---- moments of the batch
 // ------------------------------------------------------------------------
 
-__device__ __forceinline__ BatchMoments merged(const BatchMoments& a, const BatchMoments& b) {
-  if (b.count == 0) return a;
-  if (a.count == 0) return b;
-  const double count = a.count + b.count, delta = b.mean - a.mean, share = b.count / count;
-  return {count, a.mean + delta * share, a.m2 + b.m2 + delta * delta * a.count * share};
-}
-
 __device__ __forceinline__ int64_t batch_chunks(const GroupCall& call) {
   return (call.count + kBatchChunk - 1) / kBatchChunk;
 }
@@ -219,7 +209,7 @@ __device__ inline void merge_batch_moments(const GroupCall& call) {
   const int64_t chunks = batch_chunks(call);
   for (int64_t k = static_cast<int>(threadIdx.x) / kWarp; k < call.num_objectives;
        k += kGroupWarps) {
-    BatchMoments total = {0, 0, 0};
+    Moments total;
     for (int64_t chunk = lane_of_warp(); chunk < chunks; chunk += kWarp) {
       total = merged(total, call.moments[k * chunks + chunk]);
     }

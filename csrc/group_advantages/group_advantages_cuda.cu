@@ -45,7 +45,7 @@ int64_t lay_out(GroupCall& call, void* data) {
   if (call.options.scale == Scale::batch_std) {
     const int64_t chunks = (count + kBatchChunk - 1) / kBatchChunk;
     call.inverse_std = space.take<double>(objectives);
-    call.moments = space.take<BatchMoments>(objectives * chunks);
+    call.moments = space.take<Moments>(objectives * chunks);
   }
   for (int32_t** const by_slot : {&call.table, &call.sizes, &call.starts}) {
     *by_slot = space.take<int32_t>(call.table_size);

@@ -147,8 +147,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_moved_over_the_least(kernels: library.Kernels, name: str) -> None:
     op, call, inputs, outputs, factor = CASES[name]()
-    if op not in kernels.operators:
-        pytest.skip(f"there is no CUDA kernel of {op} yet")
+    assert op in kernels.operators
     meter = Meter(kernels.library, **inputs)
     call()
     total = meter.total()
