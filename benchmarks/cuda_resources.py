@@ -46,6 +46,8 @@ def resources(library: Path, architecture: str | None = DISASSEMBLED) -> dict[st
         usage[name].append({k: int(v) for k, v in re.findall(r"(\w+):(\d+)", line)})
     only = ("-arch", architecture) if architecture else ()
     loads = _instructions(_run("-sass", *only, library))
+    names = {_demangled(name) for name in usage}
+    assert len(names) == len(usage), "two kernels under one name"
     return {
         _demangled(name): Resources(
             registers=max(u["REG"] for u in by_arch),
@@ -80,7 +82,9 @@ def _share(instructions: list[str]) -> float:
 def _demangled(name: str) -> str:
     plain = subprocess.run(["c++filt", name], text=True, capture_output=True, check=True).stdout
     plain = plain.strip().removeprefix("void ").replace("fastrl::cuda::", "")
-    return re.sub(r"\(.*", "", plain.replace("(bool)1", "true").replace("(bool)0", "false"))
+    # Template arguments first: an enumerator or bool is printed as (type)number, which is no argument list.
+    plain = plain.replace("(bool)1", "true").replace("(bool)0", "false")
+    return re.sub(r"\(.*", "", re.sub(r"\([\w:]+\)(\d+)", r"\1", plain))
 
 
 def _run(*arguments: str | Path) -> str:

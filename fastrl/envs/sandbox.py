@@ -234,10 +234,11 @@ def _bubblewrap(folder: Path, limits: Limits, command: Sequence[str]) -> list[st
     ways = {str(p) for path in _visible() for p in Path(path).parents if str(p) != "/"}
     return [
         *("bwrap", "--die-with-parent", "--new-session", *namespaces),
-        *(a for path in sorted(ways) for a in ("--perms", "0755", "--dir", path)),
+        # First, so that an interpreter that lies in it is seen on top.
+        *("--perms", "1777", "--size", str(limits.folder_bytes), "--tmpfs", "/tmp"),
+        *(a for path in sorted(ways - {"/tmp"}) for a in ("--perms", "0755", "--dir", path)),
         *(a for path in _visible() for a in ("--ro-bind", path, path)),
         *("--proc", "/proc", "--dev", "/dev"),
-        *("--perms", "1777", "--size", str(limits.folder_bytes), "--tmpfs", "/tmp"),
         *("--bind", str(folder), str(folder), "--chdir", str(folder), "--"),
         *_unprivileged(folder),
         *_limited(limits),
@@ -247,11 +248,13 @@ def _bubblewrap(folder: Path, limits: Limits, command: Sequence[str]) -> list[st
 
 def _unshare(folder: Path, limits: Limits, command: Sequence[str]) -> list[str]:
     """The same as bubblewrap builds, by mount(8): a new root in memory, the system read-only in it."""
-    root, quoted = "/tmp", shlex.quote
+    root, quoted = _mount_point(), shlex.quote
     lines = [
         "set -e",
-        # The folder stays reachable under a descriptor's path while /tmp becomes the new root.
+        # The folder stays reachable under a descriptor's path whatever the new root covers.
         f"mount -t tmpfs -o size=16m,mode=755 tmpfs {root}",
+        f"mkdir -p {root}/tmp",
+        f"mount -t tmpfs -o size={limits.folder_bytes},mode=1777,nosuid,nodev tmpfs {root}/tmp",
     ]
     keep = quoted(f"/proc/self/fd/{_FOLDER_DESCRIPTOR}")
     for path in _visible():
@@ -267,12 +270,11 @@ def _unshare(folder: Path, limits: Limits, command: Sequence[str]) -> list[str]:
         lines.append(f"mount --bind {quoted(path)} {target}")
         lines.append(f"mount -o remount,bind,ro,nosuid,nodev {target}")
     lines += [
-        f"mkdir -p {root}/proc {root}/dev {root}/tmp {root}/old",
+        f"mkdir -p {root}/proc {root}/dev {root}/old",
         *(
             f"touch {root}/dev/{d}; mount --bind /dev/{d} {root}/dev/{d}"
             for d in ("null", "zero", "random", "urandom")
         ),
-        f"mount -t tmpfs -o size={limits.folder_bytes},mode=1777,nosuid,nodev tmpfs {root}/tmp",
         f"mkdir -p {quoted(root + str(folder))}",
         f"mount --bind {keep} {quoted(root + str(folder))}",
         f"mount -t proc -o nosuid,nodev,noexec proc {root}/proc",
@@ -292,6 +294,17 @@ def _unshare(folder: Path, limits: Limits, command: Sequence[str]) -> list[str]:
         *("unshare", *user, "--mount", "--net", "--ipc", "--uts", "--pid", "--fork"),
         *("--kill-child", "sh", "-c", script),
     ]
+
+
+def _mount_point() -> str:
+    """A folder to mount the new root on: nothing that must be seen in it may lie there."""
+    for place in ("/tmp", "/mnt", "/media", "/srv"):
+        if os.path.isdir(place) and not any(p.startswith(place + "/") for p in _visible()):
+            return place
+    raise SandboxUnavailable(
+        "sandbox: the interpreter lies in every folder that a new root could be mounted on; "
+        "use one in another place"
+    )
 
 
 _FOLDER_DESCRIPTOR = 9
