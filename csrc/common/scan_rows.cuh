@@ -104,7 +104,7 @@ struct TileExchange {
 };
 
 template <typename Problem, int kTeam>
-__global__ void __launch_bounds__(kScanThreads)
+__global__ void __launch_bounds__(kScanThreads, 2)
     scan_rows(const __grid_constant__ typename Problem::Args args) {
   using T = typename Problem::Number;
   constexpr int kScans = Problem::kScans;
@@ -276,7 +276,7 @@ __device__ typename Problem::Number search_link(const Problem& problem, int64_t 
 // A warp per slot, twice: kFinish = false leaves what the block does to a carry, true writes the
 // results.
 template <typename Problem, bool kFinish>
-__global__ void __launch_bounds__(kScanThreads, 2)
+__global__ void __launch_bounds__(kScanThreads, 1)
     scan_blocks(const __grid_constant__ typename Problem::Args args, StatesOf<Problem> states,
                 int64_t num_slots) {
   using T = typename Problem::Number;
