@@ -24,7 +24,11 @@ from benchmarks.cuda_resources import Resources
 from fastrl import _triton
 from fastrl.ops.affine_scan import triton as affine_scan
 from fastrl.ops.gae import triton as gae
+from fastrl.ops.group_advantages import triton as group_advantages
+from fastrl.ops.policy_loss import triton as policy_loss
 from fastrl.ops.token_logprobs import triton as token_logprobs
+from fastrl.ops.value_loss import triton as value_loss
+from fastrl.ops.whiten import triton as whiten
 
 TARGETS = {
     "cuda": [GPUTarget("cuda", arch, 32) for arch in (80, 90, 100)],
@@ -133,6 +137,45 @@ def examples() -> dict[str, Callable[[], Any]]:
         "token_logprobs_backward": lambda: logprobs_adjoint(
             logp, logp, logits, tokens, None, 1.0, statistics
         ),
+    } | _examples_of_losses_and_statistics()
+
+
+def _examples_of_losses_and_statistics() -> dict[str, Callable[[], Any]]:
+    x, mask, rows = torch.zeros(4, 600), torch.ones(4, 600).bool(), torch.zeros(4)
+    packed, offsets = torch.zeros(600), torch.tensor([0, 200, 600], dtype=torch.int32)
+    scores, ids, weights = torch.zeros(64), torch.zeros(64).long(), torch.ones(3).double()
+    moments = torch.zeros(3).double()
+    # clip_low, clip_high, dual_clip, ratio_cap, log_ratio_clamp, kl_coef, kl_input_clamp, kl_clamp, entropy_coef
+    numbers = [0.2, 0.2, 3.0, float("inf"), 20.0, 0.1, 20.0, 10.0, 0.1]
+
+    def policy(ratio: int, surrogate: int, tensor: torch.Tensor, *layout: Any) -> None:
+        valid, cu_seqlens = layout
+        inputs = (tensor, tensor, tensor, valid, None, tensor, tensor, cu_seqlens)
+        choices = [ratio, surrogate, 2, 0, 3]
+        policy_loss.policy_loss(*inputs, None, 0.0, numbers, choices, True, True)
+
+    groups = group_advantages.group_advantages
+    return {
+        "masked_moments": lambda: whiten.masked_moments(x, mask),
+        "whiten_apply": lambda: whiten.whiten_apply(x, mask, moments, 1, 1e-8, 0, True),
+        "group_advantages": lambda: groups(scores, ids, None, None, None, 0, 0, 1, 1e-6, False),
+        "group_advantages, objectives, batch_std": lambda: groups(
+            torch.zeros(64, 3), ids, None, weights, None, 1, 1, 1, 1e-6, False
+        ),
+        "group_advantages, token rewards, length_weighted": lambda: groups(
+            x, ids[:4], rows > 0, None, mask, 2, 2, 1, 1e-6, True
+        ),
+        "value_loss": lambda: value_loss.value_loss(
+            x, x, x, mask, None, None, 0.0, 0.5, float("inf"), 0, True
+        ),
+        "value_loss, packed": lambda: value_loss.value_loss(
+            packed, None, packed, None, offsets, None, 0.0, 0.5, 1.0, 0, True
+        ),
+        "policy_loss": lambda: policy(0, 0, x, mask, None),
+        "policy_loss, packed": lambda: policy(0, 0, packed, None, offsets),
+        "policy_loss, sequence": lambda: policy(1, 0, x, mask, None),
+        "policy_loss, sequence_token, cispo": lambda: policy(2, 1, x, mask, None),
+        "policy_loss, reinforce, float64": lambda: policy(0, 2, x.double(), mask, None),
     }
 
 
