@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 import sys
 from types import ModuleType
@@ -27,4 +28,6 @@ def install() -> None:
     vars(hypothesis).update(
         given=_given, settings=lambda *_, **__: lambda test: test, strategies=strategies
     )
+    # torch asks whether it is there, and importlib answers from this.
+    hypothesis.__spec__ = importlib.machinery.ModuleSpec("hypothesis", None)
     sys.modules |= {"hypothesis": hypothesis, "hypothesis.strategies": strategies}
