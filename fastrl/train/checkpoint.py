@@ -143,10 +143,16 @@ def _flush(path: Path) -> None:
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    """The state dict of `module` with each shared tensor (tied embeddings) once, under its first name."""
+    """The state dict of `module` with each shared tensor (tied embeddings) once, under its first name.
+
+    Without what is frozen beside adapters, which is the model that the configuration names.
+    """
+    frozen = {n for n, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
     seen: set[int] = set()
     result = {}
     for name, tensor in module.state_dict().items():
+        if name in frozen:
+            continue
         # Empty tensors all have address 0 and are not shared.
         if tensor.numel() and tensor.data_ptr() in seen:
             continue

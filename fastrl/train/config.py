@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from fastrl.train.options import EnvConfig, FilterConfig
+from fastrl.train.options import EnvConfig, FilterConfig, LoRAConfig
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -58,6 +58,8 @@ class ModelConfig:
     activation_checkpointing: bool = False
     """Keep the inputs of each layer alone and compute the rest again for the gradient: less memory
     and the same numbers, for about a third more time."""
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    """Adapters in place of all weights."""
     share_prompts: bool = True
     """Run each distinct prompt of a micro-batch once and let its samples attend to the result."""
 

@@ -32,6 +32,13 @@ def policy_outputs(
     policy: Policy, micro: MicroBatch, config: Config, timer: Timer, *, entropy: bool = False
 ) -> TokenOutputs:
     """Log-probabilities under `policy` at the temperature of sampling."""
+    with policy.active():
+        return _policy_outputs(policy, micro, config, timer, entropy)
+
+
+def _policy_outputs(
+    policy: Policy, micro: MicroBatch, config: Config, timer: Timer, entropy: bool
+) -> TokenOutputs:
     hidden = _hidden(policy, micro, config)
     temperature = config.rollout.temperature
     if config.model.head == "fused":

@@ -38,11 +38,11 @@ class GRPO:
         self.config = config
         self.policy = policy
         self.timer = timer
-        self.reference = policy.frozen_copy() if config.kl.coef else None
+        self.reference = policy.reference() if config.kl.coef else None
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """What the optimiser trains, with learning rates."""
-        return [{"params": list(self.policy.parameters()), "lr": self.config.optim.lr}]
+        return [{"params": self.policy.trained(), "lr": self.config.optim.lr}]
 
     def modules(self) -> dict[str, nn.Module]:
         """What a checkpoint must hold."""

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from fastrl.train.adapters import add_adapters, low_rank_term, without_adapters
 from fastrl.train.checkpointing import checkpointed_layers
 from fastrl.train.config import ModelConfig
 
@@ -81,7 +82,7 @@ class Policy(nn.Module):
 
     def head_options(self) -> dict[str, Any]:
         """The head as the keyword arguments of `fastrl.linear_token_logprobs`."""
-        head = self.head
+        head, low_rank = low_rank_term(self.head)
         if not isinstance(head, nn.Linear):
             raise ValueError(
                 f"model: the head is a {type(head).__name__} and not a Linear layer; set "
@@ -92,6 +93,7 @@ class Policy(nn.Module):
             "bias": head.bias,
             "softcap": self.softcap,
             "logit_scale": self.logit_scale,
+            **low_rank,
         }
 
     @property
@@ -134,10 +136,27 @@ class Policy(nn.Module):
             ),
         )
 
-    def frozen_copy(self) -> Policy:
-        """A copy in evaluation mode whose weights need no gradient."""
+    def active(self) -> AbstractContextManager[None]:
+        """What a forward pass of this policy must run in."""
+        return nullcontext()
+
+    def trained(self) -> list[nn.Parameter]:
+        """The weights that are trained: all, or those of the adapters."""
+        return [p for p in self.parameters() if p.requires_grad]
+
+    def reference(self) -> Policy:
+        """This policy before it is trained: the same weights without adapters, or a copy that needs no gradient."""
+        if any(not p.requires_grad for p in self.parameters()):
+            return _WithoutAdapters(self.model, self.tokenizer).eval()
         twin = Policy(copy.deepcopy(self.model), self.tokenizer)
         return twin.requires_grad_(False).eval()
+
+
+class _WithoutAdapters(Policy):
+    """The frozen weights of a policy with adapters; nothing is copied."""
+
+    def active(self) -> AbstractContextManager[None]:
+        return without_adapters(self.model)
 
 
 class ValueModel(nn.Module):
@@ -237,6 +256,7 @@ def load_policy(config: ModelConfig, *, seed: int, device: torch.device) -> Poli
         policy = _pretrained(*_smollm2())
     else:
         policy = _pretrained(config.source, config.gguf_file)
+    add_adapters(policy.model, config.lora, seed)
     return policy.to(device).eval()
 
 

@@ -1,11 +1,11 @@
-"""Sections of the configuration for environments and for filtering groups; a sentence under each field, as in config.py."""
+"""Sections of the configuration for environments, for filtering groups and for LoRA; a sentence under each field, as in config.py."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["EnvConfig", "FilterConfig"]
+__all__ = ["EnvConfig", "FilterConfig", "LoRAConfig"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,3 +45,20 @@ class FilterConfig:
     sampling, DAPO)."""
     max_rounds: int = 4
     """Most rounds of sampling in a step; what is then missing stays missing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoRAConfig:
+    """Low-rank adapters (Hu et al., 2021) that are trained in place of the weights; needs peft."""
+
+    rank: int = 0
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: float = 16.0
+    """The output of an adapter is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Names of the layers that get one, such as "q_proj"; "all-linear" is every linear layer but the
+    lm_head, which can be named too."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ValueError(f"config: model.lora.rank must be at least 0, got {self.rank}")

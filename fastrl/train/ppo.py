@@ -39,7 +39,7 @@ class PPO:
         self.config = config
         self.policy = policy
         self.timer = timer
-        self.reference = policy.frozen_copy() if config.kl.coef else None
+        self.reference = policy.reference() if config.kl.coef else None
         trunk = copy.deepcopy(policy.trunk) if config.ppo.critic == "separate" else None
         self.critic = ValueModel(policy.hidden_size, trunk).to(policy.device).eval()
         self.kl_coef = config.kl.coef
@@ -52,8 +52,8 @@ class PPO:
         lr = self.config.optim.lr
         critic_lr = lr if self.config.ppo.critic_lr is None else self.config.ppo.critic_lr
         return [
-            {"params": list(self.policy.parameters()), "lr": lr},
-            {"params": list(self.critic.parameters()), "lr": critic_lr},
+            {"params": self.policy.trained(), "lr": lr},
+            {"params": [p for p in self.critic.parameters() if p.requires_grad], "lr": critic_lr},
         ]
 
     def modules(self) -> dict[str, nn.Module]:
