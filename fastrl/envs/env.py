@@ -89,7 +89,8 @@ def load_env_task(
 ) -> EnvTask:
     """The environment named `source`, made with `params`, and its tasks.
 
-    `source` is a built-in name, "reasoning_gym:NAME", "gymnasium:NAME", "textarena:NAME", or the import path "package.module:Class" of anything that has the methods of
+    `source` is a built-in name, "reasoning_gym:NAME", "gymnasium:NAME", "textarena:NAME",
+    "verifiers:NAME", or the import path "package.module:Class" of anything that has the methods of
     `Env`. `weights` replaces weights of single reward parts. With fewer tasks than `held_out` asks
     for in addition to one for training, the held-out tasks are also trained on: an environment such
     as guess_number has all of its few tasks in both.
@@ -152,4 +153,5 @@ _ADAPTERS = {
     "reasoning_gym": "fastrl.envs.adapters:ReasoningGym",
     "gymnasium": "fastrl.envs.adapters:Gymnasium",
     "textarena": "fastrl.envs.adapters:TextArena",
+    "verifiers": "fastrl.envs.verifiers:Verifiers",
 }

@@ -13,8 +13,8 @@ class EnvConfig:
     """An environment of several turns in place of the questions of [task]."""
 
     source: str | None = None
-    """A built-in environment, "reasoning_gym:NAME", "gymnasium:NAME", "textarena:NAME", or the import
-    path "package.module:Class" of one; the questions of [task] if "none"."""
+    """A built-in environment, "reasoning_gym:NAME", "gymnasium:NAME", "textarena:NAME", "verifiers:NAME",
+    or the import path "package.module:Class" of one; the questions of [task] if "none"."""
     params: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment."""
     weights: dict[str, Any] = field(default_factory=dict)
