@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastrl import _triton
 from fastrl._losses import AGGREGATIONS
-from fastrl._triton import spans
+from fastrl._triton import first_slot, row_of_slot, spans
 
 SLOT = tl.constexpr(1024)
 _TOKEN_MEAN, _TOKEN_SUM, _TOKEN_MEANS, _NORM = (
@@ -48,49 +48,23 @@ def is_finite(x):
 
 
 @triton.jit
-def first_slot(cu_seqlens, row, num_rows, length):
-    """Without a look at other rows: a packed row has room for its length and never overlaps the next."""
-    if cu_seqlens is None:
-        return row * tl.cdiv(length, SLOT)
-    else:
-        start, _ = spans(cu_seqlens, row, num_rows, length)
-        return start // SLOT + row
-
-
-@triton.jit
-def row_of_slot(cu_seqlens, slot, num_rows, length):
-    """Whatever the offsets hold, the answer is a row."""
-    if cu_seqlens is None:
-        return slot // tl.cdiv(length, SLOT)
-    else:
-        low = tl.zeros_like(slot)
-        high = low + num_rows
-        while high - low > 1:
-            middle = (low + high) // 2
-            is_reached = first_slot(cu_seqlens, middle, num_rows, length) <= slot
-            low = tl.where(is_reached, middle, low)
-            high = tl.where(is_reached, high, middle)
-        return low
-
-
-@triton.jit
 def slots_of_row(row_spans, cu_seqlens, row, num_rows, length):
     """The first slot of a row, and how many hold its valid tokens."""
     first = tl.load(row_spans + row)
     end = tl.load(row_spans + num_rows + row)
-    return first_slot(cu_seqlens, row, num_rows, length), tl.cdiv(end - first, SLOT)
+    return first_slot(cu_seqlens, row, num_rows, length, SLOT), tl.cdiv(end - first, SLOT)
 
 
 @triton.jit
 def slot_tokens(mask, cu_seqlens, row_spans, slot, num_rows, length, mask_stride):
     """The row of a slot, where that starts among packed tokens, its number of valid tokens; then of each token of the
     slot the column, whether there is one, and whether it is valid."""
-    row = row_of_slot(cu_seqlens, slot, num_rows, length)
+    row = row_of_slot(cu_seqlens, slot, num_rows, length, SLOT)
     start, size = spans(cu_seqlens, row, num_rows, length)
     first = tl.load(row_spans + row)
     end = tl.load(row_spans + num_rows + row)
     count = tl.load(row_spans + 2 * num_rows + row)
-    begin = (slot - first_slot(cu_seqlens, row, num_rows, length)) * SLOT
+    begin = (slot - first_slot(cu_seqlens, row, num_rows, length, SLOT)) * SLOT
     offset = begin + tl.arange(0, SLOT)
     exists = (offset >= 0) & (offset < size)
     column = first + offset
@@ -227,11 +201,7 @@ class LossRows:
         self.agg = agg
         self.count = _triton.num_rows(like, cu_seqlens)
         self.length = like.shape[-1]
-        slot = SLOT.value
-        if cu_seqlens is None:
-            self.num_slots = self.count * triton.cdiv(self.length, slot)
-        else:
-            self.num_slots = self.length // slot + self.count if self.count > 0 else 0
+        self.num_slots = _triton.num_slots(like, cu_seqlens, SLOT.value)
         self.spans = like.new_empty((3, self.count), dtype=torch.int64)
         self.totals = like.new_empty((3,), dtype=torch.float64)
         self.cu_seqlens = cu_seqlens
