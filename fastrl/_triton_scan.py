@@ -27,7 +27,9 @@ _CHAINED, _SEARCHED = 32, 4096
 
 
 @triton.jit
-def program_tile(cu_seqlens, num_rows, length, PASS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def program_tile(
+    cu_seqlens, num_rows, length, PASS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     """The rows of a program, and the first of the tiles that it walks there."""
     program = tl.program_id(0).to(tl.int64)
     if PASS == BY_ROW:
@@ -144,7 +146,7 @@ class ScanRows:
         self.count, self.length = _triton.num_rows(like, cu_seqlens), like.shape[-1]
         self.is_split = _triton.has_few_long_rows(like, cu_seqlens)
         rows, block = (1, _triton.TILE) if self.is_split else _triton.tile_shape(like, cu_seqlens)
-        self.tile = {"ROWS": rows, "BLOCK": block}
+        self.tile: dict[str, Any] = {"ROWS": rows, "BLOCK": block}
         self.positions: Tensor | None = None
         self.states: Tensor | None = None
         if self.is_split:

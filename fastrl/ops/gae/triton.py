@@ -38,22 +38,15 @@ def _factor(decay, is_step, kept):
 
 @triton.jit
 def _value_behind(
-    value_row,
-    mask_row,
-    column,
-    end,
-    following,
-    HOLES: tl.constexpr,
-    T: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    value_row, mask_row, column, end, following, HOLES: tl.constexpr, T: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """V of the nearest step from ``column [R]`` on, ``following [R, 1]`` without one."""
     column = tl.maximum(column, 0)
-    if mask_row is not None and HOLES == _CARRY:
+    if (mask_row is not None) and (HOLES == _CARRY):
         column += first_valid(mask_row + column[:, None], end - column, BLOCK)
     is_step = (column < end)[:, None]
     is_read = is_step
-    if mask_row is not None and HOLES != _IGNORE:
+    if (mask_row is not None) and (HOLES != _IGNORE):
         is_read &= tl.load(mask_row + column[:, None], mask=is_step, other=0) != 0
     value = tl.load(value_row + column[:, None], mask=is_read, other=0).to(T)
     return tl.where(is_step, value, following)
@@ -61,24 +54,17 @@ def _value_behind(
 
 @triton.jit
 def _goes_on_before(
-    done_row,
-    mask_row,
-    column,
-    first,
-    size,
-    HOLES: tl.constexpr,
-    T: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    done_row, mask_row, column, first, size, HOLES: tl.constexpr, T: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """1 where the nearest step in front of ``column [R]`` does not end its episode, 0 where it does or there is none."""
     column = tl.minimum(tl.maximum(column, first), size)
-    if mask_row is not None and HOLES == _CARRY:
-        if done_row is not None:  # which is then looked at
-            column = first + last_valid_end(mask_row + first[:, None], column - first, BLOCK)
+    # The first step is at ``first``: which one is the nearest matters only where it may end an episode.
+    if (mask_row is not None) and (HOLES == _CARRY) and (done_row is not None):
+        column = first + last_valid_end(mask_row + first[:, None], column - first, BLOCK)
     goes_on = (column > first)[:, None]
     if done_row is not None:
         is_read = goes_on
-        if mask_row is not None and HOLES != _IGNORE:
+        if (mask_row is not None) and (HOLES != _IGNORE):
             is_read &= tl.load(mask_row + column[:, None] - 1, mask=goes_on, other=0) != 0
         goes_on &= tl.load(done_row + column[:, None] - 1, mask=is_read, other=0) == 0
     return goes_on.to(T)
@@ -138,8 +124,8 @@ def gae_kernel(
         carry = following
     else:
         if PASS == REDUCE:
-            column = end - first_tile * BLOCK
-            following = _value_behind(value_row, mask_row, column, end, following, HOLES, T, BLOCK)
+            behind = end - first_tile * BLOCK
+            following = _value_behind(value_row, mask_row, behind, end, following, HOLES, T, BLOCK)
         following = link_into(following, states, num_slots, 1 + TWO_LAMBDAS, PASS)
     carry = carry_into(carry, states, num_slots, 0, PASS)
     if TWO_LAMBDAS:
@@ -241,8 +227,8 @@ def gae_backward_kernel(
     # Of the last step to the left: whether the episode goes on behind it, and its gradients.
     goes_on = tl.zeros([ROWS, 1], T)
     if PASS == REDUCE:
-        column = first + first_tile * BLOCK
-        goes_on = _goes_on_before(done_row, mask_row, column, first, size, HOLES, T, BLOCK)
+        begin = first + first_tile * BLOCK
+        goes_on = _goes_on_before(done_row, mask_row, begin, first, size, HOLES, T, BLOCK)
     goes_on = link_into(goes_on, states, num_slots, 1 + TWO_LAMBDAS, PASS)
     carry = carry_into(tl.zeros([ROWS, 1], T), states, num_slots, 0, PASS)
     second_carry = carry_into(tl.zeros([ROWS, 1], T), states, num_slots, TWO_LAMBDAS, PASS)

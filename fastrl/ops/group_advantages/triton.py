@@ -359,10 +359,10 @@ def group_advantages(
     member_lengths = None if lengths is None else torch.empty_like(scores)
     _triton.launch(
         place_members_kernel,
-        (triton.cdiv(scores.numel(), 1024),),
+        (triton.cdiv(scores.numel(), 512),),
         *(order, head_of, end_of, num_scored, scores, lengths, heads, counts, member_scores),
         *(member_lengths, *sizes[::-1]),
-        BLOCK=1024,
+        BLOCK=512,
         num_warps=4,
     )
     programs = triton.cdiv(num_samples, _GROUPS["ROWS"]) * num_objectives
@@ -383,7 +383,7 @@ def group_advantages(
         BASELINE=baseline,
         SCALE=scale,
         **_GROUPS,
-        num_warps=4,
+        num_warps=8,
     )
     shape = rewards.shape[:1] if mask is None else mask.shape
     out = rewards.new_empty(shape, dtype=result_dtype(rewards.dtype))
