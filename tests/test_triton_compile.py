@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,28 @@ def test_a_change_beyond_the_budget_shows_both_figures(
         "2 spills, budget 0",
         "8 bytes of stack, budget 0",
     ]
+
+
+def test_scans_combine_neighbours_in_the_same_order_whichever_way_a_row_goes() -> None:
+    """A thread with several neighbours would sum them first, and a row cut up would not have the bits of a whole one."""
+    examples, target = triton_resources.examples(), triton_resources.TARGETS["cuda"][1]
+    names = [
+        "gae",
+        "gae, T <= 32",
+        "gae, packed, long",
+        "affine_scan, long",
+        "affine_scan_backward",
+    ]
+    for name in names:
+        launches = triton_resources.launches(examples[name])
+        scanned = [_layouts_of_scans(launch.compile(target).asm["ttgir"]) for launch in launches]
+        found = [layout for layouts in scanned for layout in layouts]
+        assert found
+        for layout in found:
+            assert "sizePerThread = [1, 1], threadsPerWarp = [1, 32]" in layout, name
+
+
+def _layouts_of_scans(code: str) -> list[str]:
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg.*)$", code, re.M))
+    used = re.findall(r'"tt\.scan".*?\}\) : \(tensor<\w+, (#\w+)>', code, re.S)
+    return [layouts[name] for name in used]

@@ -27,7 +27,7 @@ _STD, _BATCH_STD = tl.constexpr(SCALES["std"]), tl.constexpr(SCALES["batch_std"]
 _MEAN, _NO_SCALE = tl.constexpr(SCALES["mean"]), tl.constexpr(SCALES["none"])
 
 # Positions in the sorted batch that a program looks at, and members or chunks of a group that it adds at once.
-_GROUPS: dict[str, Any] = {"ROWS": 16, "BLOCK": 128}
+_GROUPS: dict[str, Any] = {"ROWS": 8, "BLOCK": 128}
 
 
 # ---- scores [K, N] in float64, NaN where a sample is not scored ------------------------------------------------------
@@ -372,7 +372,7 @@ def group_advantages(
         (programs,),
         *(head_of, counts, member_scores, member_lengths, sums, num_samples, num_objectives),
         **_GROUPS,
-        num_warps=8,
+        num_warps=4,
     )
     maps = scores.new_empty((3, *sizes))
     _triton.launch(
@@ -383,7 +383,7 @@ def group_advantages(
         BASELINE=baseline,
         SCALE=scale,
         **_GROUPS,
-        num_warps=8,
+        num_warps=4,
     )
     shape = rewards.shape[:1] if mask is None else mask.shape
     out = rewards.new_empty(shape, dtype=result_dtype(rewards.dtype))
