@@ -115,7 +115,9 @@ def test_gae(impl: str, holes: str, returns_lam: float | None) -> None:
     mask = torch.rand(shape) < 0.7
     mask[0, 900:2600] = mask[1, 1000:1500] = mask[2, 300:] = False
     inputs = [torch.randn(shape), torch.randn(shape)]
-    flags = [mask, torch.rand(shape) < 0.002]
+    dones = torch.rand(shape) < 0.002
+    dones[0, 3000:] = torch.rand(WIDTH - 3000) < 0.7
+    flags = [mask, dones]
     bootstrap = torch.randn(3)
     got = assert_same_bits_in_any_company(run, inputs + flags, bootstrap)
     if impl != "cpu":
