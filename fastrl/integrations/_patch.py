@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -56,6 +57,14 @@ def replace(package: str, owner: Any, key: str, new: Any) -> None:
     else:
         setattr(owner, key, new)
     _replaced.append(Replaced(package, name, owner, key, old, is_mapping))
+
+
+def replace_everywhere(package: str, key: str, old: Any, new: Any) -> None:
+    """Replace ``old`` in every loaded module of ``package`` that has it under the name ``key``."""
+    inside = (package, f"{package}.")
+    for name, module in list(sys.modules.items()):
+        if (name == inside[0] or name.startswith(inside[1])) and vars(module).get(key) is old:
+            replace(package, module, key, new)
 
 
 def restore(package: str) -> None:

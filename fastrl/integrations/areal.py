@@ -7,7 +7,6 @@ replaced in each module that is loaded, and later ones take the new.
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import Any
 
 import torch.distributed as dist
@@ -36,24 +35,18 @@ def install() -> None:
     importlib.import_module("areal.trainer.ppo.critic")
     for owner, names in ((functional, _FUNCTIONS), (data, _CLASSES)):
         for name in names:
-            _everywhere(name, getattr(owner, name), getattr(preset, name))
+            _patch.replace_everywhere(PACKAGE, name, getattr(owner, name), getattr(preset, name))
     for name in _LOGPROBS:
         theirs = getattr(functional, name)
         if not isinstance(theirs, _WholeVocabulary):
-            _everywhere(name, theirs, _WholeVocabulary(getattr(preset, name), theirs))
+            ours = _WholeVocabulary(getattr(preset, name), theirs)
+            _patch.replace_everywhere(PACKAGE, name, theirs, ours)
     _patch.replace(PACKAGE, actor.PPOActor, "_compute_advantages", _compute_advantages)
 
 
 def uninstall() -> None:
     """Put AReaL's own back."""
     _patch.restore(PACKAGE)
-
-
-def _everywhere(name: str, theirs: Any, ours: Any) -> None:
-    """Replace the function in every loaded module of AReaL that has it under its name."""
-    for module in [m for key, m in sys.modules.items() if key.startswith(f"{PACKAGE}.")]:
-        if vars(module).get(name) is theirs:
-            _patch.replace(PACKAGE, module, name, ours)
 
 
 def _compute_advantages(self: Any, data: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""SkyRL and torchrl by their own functions, trainers that are not installed by the formulas of their sources."""
+"""SkyRL by its own functions, trainers that are not installed by the formulas of their sources."""
 
 from __future__ import annotations
 
@@ -136,25 +136,6 @@ def test_skyrl_registered_losses(skyrl: Any, name: str) -> None:
         results.append((value.detach(), logp.grad, torch.tensor(float(metrics["clip_ratio"]))))
     for got, expected in zip(results[1], results[0]):
         close(got, expected)
-
-
-def test_torchrl_value_functions() -> None:
-    functional = pytest.importorskip(
-        "torchrl.objectives.value.functional", reason="torchrl is not installed"
-    )
-    values, following, rewards = torch.randn(3, 4, 25, 1)
-    following[:, :-1] = values[:, 1:]
-    done = torch.rand(4, 25, 1) < 0.1
-    arguments = (0.97, 0.9, values, following, rewards, done, done)
-    expected, target = functional.generalized_advantage_estimate(*arguments)
-    flat = [x.squeeze(-1) for x in (rewards, values)]
-    got = fastrl.gae(
-        *flat, gamma=0.97, lam=0.9, dones=done.squeeze(-1), bootstrap=following[:, -1, 0]
-    )
-    close(got.advantages, expected.squeeze(-1))
-    close(got.returns, target.squeeze(-1))
-    returns = functional.td_lambda_return_estimate(0.97, 0.9, following, rewards, done, done)
-    close(got.returns, returns.squeeze(-1))
 
 
 HALF = math.sqrt(0.5)
