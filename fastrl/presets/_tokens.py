@@ -1,8 +1,9 @@
-"""What the presets of several trainers share: rows in lists end to end, means over valid tokens, an exponent that cannot overflow."""
+"""What presets share: rows in lists end to end, means over valid tokens, the clipped loss per token for what is logged."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,3 +27,27 @@ def offsets_of(lengths: Sequence[int], device: torch.device) -> Tensor:
 def end_to_end(rows: Sequence[Tensor]) -> Tensor:
     """Rows of a list as one packed tensor."""
     return torch.cat([row.reshape(-1) for row in rows])
+
+
+class ClipTerms(NamedTuple):
+    """Per token, 0 or False where masked: the loss, whether the clipped term is it, whether the dual clip bounds it."""
+
+    loss: Tensor
+    is_clipped: Tensor
+    is_dual_clipped: Tensor
+
+
+@torch.no_grad()
+def clip_terms(
+    ratio: Tensor, advantages: Tensor, valid: Tensor, low: float, high: float, dual: float | None
+) -> ClipTerms:
+    """What trainers log of each token; the loss itself comes from ``fastrl.policy_loss`` in one pass."""
+    plain = torch.where(valid, -advantages * ratio, 0.0)
+    clipped = torch.where(valid, -advantages * ratio.clamp(1 - low, 1 + high), 0.0)
+    loss = torch.maximum(plain, clipped)
+    is_dual_clipped = torch.zeros_like(valid)
+    if dual is not None:
+        bound = torch.where(valid, dual * advantages.abs(), 0.0)
+        is_dual_clipped = bound < loss
+        loss = torch.minimum(loss, bound)
+    return ClipTerms(loss, plain < clipped, is_dual_clipped)

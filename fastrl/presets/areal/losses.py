@@ -11,7 +11,7 @@ from fastrl._losses import TokenRows
 from fastrl.errors import ArgumentError
 from fastrl.ops.policy_loss import policy_loss
 from fastrl.ops.value_loss import value_loss
-from fastrl.presets._tokens import OVERFLOW, offsets_of
+from fastrl.presets._tokens import OVERFLOW, clip_terms, offsets_of
 from fastrl.presets.areal.rejection import apply_rejection_sampling
 from fastrl.surrogates import sapo_loss
 
@@ -60,9 +60,15 @@ def ppo_actor_loss_fn(
         denom=count,
         cu_seqlens=tokens.cu_seqlens,
     ).loss
-    stat = _clip_stat(tokens, eps_clip, high, c_clip)
+    terms = clip_terms(tokens.ratio, tokens.per_token, tokens.valid, eps_clip, high, c_clip)
+    stat: dict[str, Any] = {
+        "loss": terms.loss,
+        "importance_weight": tokens.ratio,
+        "approx_kl": approx_kl,
+        "clip_mask": terms.is_clipped,
+        "dual_clip_mask": terms.is_dual_clipped,
+    }
     if rejected is not None:
-        stat["approx_kl"] = approx_kl
         kept = (rejected.behave_imp_weight > 0) & tokens.valid
         stat["loss"] = stat["loss"] * rejected.behave_imp_weight
         stat["behave_approx_kl"] = torch.where(kept, (proximal_logprobs - old_logprobs).detach(), 0)
@@ -189,22 +195,3 @@ def _offsets(logprobs: Tensor, level: str, cu_seqlens: Tensor | None) -> Tensor 
             "importance_sampling_level='sequence', got None; pass where each sequence starts, and the end"
         )
     return offsets_of([logprobs.shape[0]], logprobs.device) if cu_seqlens is None else cu_seqlens
-
-
-@torch.no_grad()
-def _clip_stat(tokens: _Tokens, low: float, high: float, c_clip: float | None) -> dict[str, Any]:
-    plain = -tokens.per_token * tokens.ratio
-    clipped = tokens.blank(-tokens.per_token * tokens.ratio.clamp(1 - low, 1 + high))
-    loss = torch.maximum(plain, clipped)
-    dual_clip_mask = torch.zeros_like(tokens.valid)
-    if c_clip is not None:
-        bound = c_clip * tokens.per_token.abs()
-        dual_clip_mask = bound < loss
-        loss = torch.minimum(loss, bound)
-    return {
-        "loss": loss,
-        "importance_weight": tokens.ratio,
-        "approx_kl": tokens.log_ratio,
-        "clip_mask": plain < clipped,
-        "dual_clip_mask": dual_clip_mask,
-    }
