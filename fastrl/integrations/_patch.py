@@ -28,8 +28,11 @@ class Replaced(NamedTuple):
 _replaced: list[Replaced] = []
 
 
-def check_version(package: str, tested: tuple[str, ...]) -> None:
-    """Refuse a version of ``package`` that was not tested, unless FASTRL_UNCHECKED_VERSIONS=1."""
+def check_version(package: str, tested: tuple[str, ...], how: str = "tested with") -> None:
+    """Refuse a version of ``package`` that was not tested, unless FASTRL_UNCHECKED_VERSIONS=1.
+
+    ``how`` is "written against" for packages that no test can install.
+    """
     try:
         found = metadata.version(package)
     except metadata.PackageNotFoundError as error:
@@ -39,7 +42,7 @@ def check_version(package: str, tested: tuple[str, ...]) -> None:
         ) from error
     if found not in tested and os.environ.get("FASTRL_UNCHECKED_VERSIONS") != "1":
         raise VersionError(
-            f"fastrl.integrations: {package} must be {' or '.join(tested)}, the versions this was tested with, "
+            f"fastrl.integrations: {package} must be {' or '.join(tested)}, the versions this was {how}, "
             f"got {found}; set FASTRL_UNCHECKED_VERSIONS=1 to run it all the same"
         )
 
