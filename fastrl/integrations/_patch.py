@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from importlib import metadata
@@ -44,6 +45,16 @@ def check_version(package: str, tested: tuple[str, ...], how: str = "tested with
         raise VersionError(
             f"fastrl.integrations: {package} must be {' or '.join(tested)}, the versions this was {how}, "
             f"got {found}; set FASTRL_UNCHECKED_VERSIONS=1 to run it all the same"
+        )
+
+
+def check_arguments(package: str, theirs: Any, ours: Any) -> None:
+    """For trainers without a version: refuse one whose function takes other arguments than ours, by name and order."""
+    found, wanted = (list(inspect.signature(each).parameters) for each in (theirs, ours))
+    if found != wanted and os.environ.get("FASTRL_UNCHECKED_VERSIONS") != "1":
+        raise VersionError(
+            f"fastrl.integrations: {package}'s {ours.__name__} must take ({', '.join(wanted)}) as when this was written, "
+            f"got ({', '.join(found)}); set FASTRL_UNCHECKED_VERSIONS=1 to run it all the same"
         )
 
 
