@@ -61,7 +61,7 @@ def sequence(**more: Any) -> LossInputs:
     return LossInputs(**(fields | more))
 
 
-def test_loss_by_hand() -> None:
+def test_prime_rl_loss_by_hand() -> None:
     """The second token rose by 0.4 at A > 0, the third fell by 0.4 at A < 0: both dropped. -2 * 1.2 + 1.6, and the KL."""
     inputs = sequence()
     result = imported("fastrl.integrations.prime_rl.default_loss_fn")(inputs, kl_tau=0.1)
@@ -133,7 +133,7 @@ def group(*rewards: float) -> AdvantageInputs:
     )
 
 
-def test_advantages_by_hand() -> None:
+def test_prime_rl_advantages_by_hand() -> None:
     grpo = imported("fastrl.integrations.prime_rl.grpo")
     assert grpo(group(1.0, 0.0)) == [[0.5, 0.5], [-0.5]]
     half = 0.5 / (math.sqrt(0.5) + 1e-6)

@@ -34,7 +34,7 @@ def close(got: Tensor, expected: Any) -> None:
     )
 
 
-def test_estimators_by_hand() -> None:
+def test_roll_estimators_by_hand() -> None:
     rewards, values = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 1.0]])
     advantages, returns = preset.compute_gae_advantage_return(
         rewards, values, torch.tensor(0.5), 1.0
@@ -58,7 +58,7 @@ def test_estimators_by_hand() -> None:
         ("running", "running", [0.0, -0.5, 0.5, 0.5]),
     ],
 )
-def test_rewards_by_hand(mean: str | None, std: str | None, expected: list[float]) -> None:
+def test_roll_rewards_by_hand(mean: str | None, std: str | None, expected: list[float]) -> None:
     """Rewards 1 0 | 2 2. The batch has mean 1.25 and variance 2.75 / 3; running moments are of the caller's own."""
     rewards = torch.tensor([1.0, 0.0, 2.0, 2.0])
     seen = []

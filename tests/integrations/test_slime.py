@@ -61,7 +61,7 @@ def advantages(trainer: str, args: Any, **rollout: Any) -> tuple[list[float], li
     return torch.cat(data["advantages"]).tolist(), torch.cat(data["returns"]).tolist()
 
 
-def test_advantages_by_hand() -> None:
+def test_slime_advantages_by_hand() -> None:
     """Gamma 0.9 and a reward of 1 at the end: 0.729 three steps before it in slime, 0.9 in miles, where two are no steps."""
     args = arguments(advantage_estimator="ppo", gamma=0.9)
     values = [torch.zeros(4), torch.zeros(2)]
@@ -221,7 +221,7 @@ def run_loss(args: Any, batch: dict[str, Any], logits: Tensor) -> tuple[float, d
     return loss.item(), {key: float(value) for key, value in metrics.items()}
 
 
-def test_policy_loss_by_hand() -> None:
+def test_slime_policy_loss_by_hand() -> None:
     """Ratios 1 and 2 (clipped to 1.3) at A = 1, ratio 3 at A = -1, and a masked token: -(1 + 1.3) / 2 + 3."""
     batch, logits = packed([[0.0, -math.log(2)], [-math.log(3), NAN]])
     loss, metrics = run_loss(loss_arguments(), batch, logits)
