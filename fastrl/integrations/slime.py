@@ -8,8 +8,8 @@
     --custom-pg-loss-reducer-function-path  fastrl.integrations.slime.get_pg_loss_reducer    (Dr. GRPO)
     --loss-type custom_loss --custom-loss-function-path  fastrl.integrations.slime.policy_loss_function
 
-or ``install()`` in every training actor, which leads the same functions of ``slime.backends.megatron_utils.loss`` to fastrl;
-with context or tensor parallelism they stay slime's.
+or ``install()`` in every training actor, which leads the same functions of ``slime.backends.megatron_utils.loss``, and the
+loss of the critic, which has no argument, to fastrl; with context or tensor parallelism they stay slime's.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ def install() -> None:
     loss: Any = importlib.import_module("slime.backends.megatron_utils.loss")
     mpu: Any = importlib.import_module("megatron.core.mpu")
     lead_to_fastrl(PACKAGE, loss, mpu.get_context_parallel_world_size)
-    ours = unless_not_covered(policy_loss_function, loss.policy_loss_function)
-    _patch.replace(PACKAGE, loss, "policy_loss_function", ours)
+    for name in ("policy_loss_function", "value_loss_function"):
+        ours = unless_not_covered(getattr(preset, name), getattr(loss, name))
+        _patch.replace(PACKAGE, loss, name, ours)
 
 
 def uninstall() -> None:

@@ -9,7 +9,7 @@ must be 1. Masked positions hold 0.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -342,22 +342,48 @@ def policy_loss_function(
     return loss, metrics
 
 
-def _response_logprobs(args: Any, batch: dict[str, Any], logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of the response tokens; the logits of a token are those of the one before it."""
-    parts, end = [], 0
+def value_loss_function(
+    args: Any, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Reducer
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The critic's loss from packed values ``[1, T, 1]``: the larger squared error, not halved.
+
+    A composition in torch: ``fastrl.value_loss`` has no weights, and a rollout of several responses shares one divisor.
+    """
+    _refuse(args, "value_loss_function", context_parallel_size=1, qkv_format="thd")
+    mask = end_to_end(batch["loss_masks"]) != 0
+    values = torch.cat([rows.reshape(-1) for rows, _ in _responses(batch, logits)])
+    values, old, returns = (
+        torch.where(mask, x, 0.0)
+        for x in (values, end_to_end(batch["values"]), end_to_end(batch["returns"]))
+    )
+    clipped = old + (values - old).clamp(-args.value_clip, args.value_clip)
+    error = torch.maximum((values - returns).square(), (clipped - returns).square())
+    loss = sum_of_sample_mean(torch.where(mask, error, 0.0))
+    is_clipped = (values - old).abs() > args.value_clip
+    return loss, {
+        "value_loss": loss.detach(),
+        "value_clipfrac": sum_of_sample_mean(is_clipped.float()).detach(),
+    }
+
+
+def _responses(batch: dict[str, Any], logits: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows of the logits, and tokens, of each response; those of a token are at the one before it."""
+    end = 0
     for tokens, total, length in zip(
         batch["unconcat_tokens"], batch["total_lengths"], batch["response_lengths"]
     ):
         end += total
-        rows = logits[0, end - length - 1 : end - 1]
-        parts.append(
-            token_logprobs(
-                rows, tokens[total - length :], temperature=args.rollout_temperature, entropy=True
-            )
-        )
-    return torch.cat([part.logp for part in parts]), torch.cat(
-        [part.entropy for part in parts if part.entropy is not None]
-    )
+        yield logits[0, end - length - 1 : end - 1], tokens[total - length :]
+
+
+def _response_logprobs(args: Any, batch: dict[str, Any], logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of the response tokens."""
+    parts = [
+        token_logprobs(rows, tokens, temperature=args.rollout_temperature, entropy=True)
+        for rows, tokens in _responses(batch, logits)
+    ]
+    entropies = [part.entropy for part in parts if part.entropy is not None]
+    return torch.cat([part.logp for part in parts]), torch.cat(entropies)
 
 
 def _weights_of(reducer: Reducer, like: Tensor) -> Tensor:

@@ -328,6 +328,23 @@ def test_areal_advantages_of_the_actor(
             close(got[name], value)
 
 
+def test_areal_nan_in_a_rollout(actor: Any, installed: None) -> None:
+    """What a critic says of prompts, tool output and padding reaches no advantage; AReaL's recursion multiplies it by 0."""
+    data, poisoned = rollout(True), rollout(True)
+    valid = data["loss_mask"].roll(-1, -1) != 0
+    poisoned |= cloned(data)
+    # The last column is bootstrapped where a row fills its width.
+    valid[:, -1] = True
+    poisoned["values"] = torch.where(valid, data["values"], NAN)
+    poisoned["ref_logp"] = torch.where(valid, data["ref_logp"], NAN)
+    poisoned["logprobs"] = torch.where(valid.roll(1, -1), data["logprobs"], NAN)
+    worker = actor.PPOActor(actor_config(adv_norm=NORM), engine=None)
+    expected, got = (worker._compute_advantages(x) for x in (data, poisoned))
+    for name in ("advantages", "returns", "kl_rewards", "tot_rewards", "logprobs"):
+        assert torch.equal(got[name], expected[name]), name
+        assert got[name].isfinite().all()
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -270,6 +270,22 @@ def test_policy_loss_options_by_hand() -> None:
     assert loss == pytest.approx((-2 + 3) / 1000)
 
 
+def test_slime_value_loss_by_hand() -> None:
+    """Errors 1 and, clipped about 0 by 0.5, 3.5 of 4; a masked token; the values lie at the tokens before. Not halved."""
+    batch, _ = packed([[0.0, 0.0], [0.0, 0.0]])
+    batch |= {"values": [torch.zeros(2), torch.tensor([0.0, NAN])]}
+    batch |= {"returns": [torch.tensor([1.0, 4.0]), torch.tensor([2.0, NAN])]}
+    logits = leaf(torch.tensor([NAN, 0.0, 1.0, NAN, 0.25, NAN, NAN]).view(1, 7, 1))
+    reducer = sum_of_sample_mean(batch["response_lengths"], batch["loss_masks"])
+    loss, metrics = preset.value_loss_function(
+        loss_arguments(value_clip=0.5), batch, logits, reducer
+    )
+    assert loss.item() == pytest.approx((1 + 3.5**2) / 2 + 1.75**2)
+    assert float(metrics["value_clipfrac"]) == pytest.approx(0.5)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    close(gradient.flatten(), [0, -1, 0, 0, -3.5, 0, 0])
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -329,6 +345,7 @@ def test_slime_install(
 
     theirs = {
         "vanilla_tis_function": object(), "icepop_function": object(), "policy_loss_function": policy_loss_function,
+        "value_loss_function": policy_loss_function,
         "get_advantages_and_returns_batch": get_advantages_and_returns_batch,
         "get_parallel_state": lambda: SimpleNamespace(cp=cp),
     }  # fmt: skip
