@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import sys
@@ -9,6 +10,7 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from fastrl.errors import FastrlError
+from fastrl.presets._tokens import NotCovered
 
 
 class VersionError(FastrlError, ImportError):
@@ -79,6 +81,22 @@ def replace_everywhere(package: str, key: str, old: Any, new: Any) -> None:
     for name, module in list(sys.modules.items()):
         if (name == inside[0] or name.startswith(inside[1])) and vars(module).get(key) is old:
             replace(package, module, key, new)
+
+
+def or_theirs(ours: Any, theirs: Any) -> Any:
+    """``ours``, or ``theirs`` for the options that ours refuses with ``NotCovered``; a second time the same."""
+    if hasattr(theirs, "fastrl"):
+        return theirs
+
+    @functools.wraps(theirs)
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return ours(*args, **kwargs)
+        except NotCovered:
+            return theirs(*args, **kwargs)
+
+    choose.fastrl = ours  # type: ignore[attr-defined]
+    return choose
 
 
 def restore(package: str) -> None:

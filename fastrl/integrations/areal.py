@@ -9,20 +9,18 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor
-
 from fastrl.integrations import _patch
 from fastrl.presets import areal as preset
 
 PACKAGE = "areal"
 TESTED = ("1.0.4",)
 
+# With the vocabulary over ranks they stay AReaL's.
+_LOGPROBS = ("gather_logprobs", "gather_logprobs_entropy")
 _FUNCTIONS = (
-    *("ppo_actor_loss_fn", "sapo_loss_fn", "ppo_critic_loss_fn"),
+    *("ppo_actor_loss_fn", "sapo_loss_fn", "ppo_critic_loss_fn", *_LOGPROBS),
     *("apply_rejection_sampling", "masked_normalization", "reward_overlong_penalty"),
 )
-_LOGPROBS = ("gather_logprobs", "gather_logprobs_entropy")
 _CLASSES = ("Normalization", "KLEstimator")
 
 
@@ -35,11 +33,9 @@ def install() -> None:
     importlib.import_module("areal.trainer.ppo.critic")
     for owner, names in ((functional, _FUNCTIONS), (data, _CLASSES)):
         for name in names:
-            _patch.replace_everywhere(PACKAGE, name, getattr(owner, name), getattr(preset, name))
-    for name in _LOGPROBS:
-        theirs = getattr(functional, name)
-        if not isinstance(theirs, _WholeVocabulary):
-            ours = _WholeVocabulary(getattr(preset, name), theirs)
+            theirs, ours = getattr(owner, name), getattr(preset, name)
+            if name in _LOGPROBS:
+                ours = _patch.or_theirs(ours, theirs)
             _patch.replace_everywhere(PACKAGE, name, theirs, ours)
     _patch.replace(PACKAGE, actor.PPOActor, "_compute_advantages", _compute_advantages)
 
@@ -57,22 +53,3 @@ def _compute_advantages(self: Any, data: dict[str, Any]) -> dict[str, Any]:
         reward_norm=self.reward_norm,
         adv_norm=self.adv_norm,
     )
-
-
-class _WholeVocabulary:
-    """fastrl's log-probabilities, or AReaL's own where the vocabulary is split over ranks."""
-
-    def __init__(self, ours: Any, theirs: Any) -> None:
-        self._ours, self._theirs = ours, theirs
-
-    def __call__(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        temperature: float = 1.0,
-        tp_group: dist.ProcessGroup | None = None,
-        chunk_size: int = 1024,
-    ) -> Any:
-        is_split = tp_group is not None and dist.get_world_size(tp_group) > 1
-        chosen = self._theirs if is_split else self._ours
-        return chosen(logits, labels, temperature, tp_group, chunk_size)

@@ -7,7 +7,6 @@ its own loss has stay its own.
 
 from __future__ import annotations
 
-import functools
 import importlib
 from typing import Any
 
@@ -41,7 +40,7 @@ def install() -> None:
             continue
         _patch.check_arguments(PACKAGE, theirs, ours)
         if name in _LOSSES:
-            ours = _unless_not_covered(ours, theirs)
+            ours = _patch.or_theirs(ours, theirs)
         replacements.append((owner, method, ours))
     for owner, method, ours in replacements:
         _patch.replace(PACKAGE, owner, method, ours)
@@ -50,17 +49,3 @@ def install() -> None:
 def uninstall() -> None:
     """Put NeMo-RL's own back."""
     _patch.restore(PACKAGE)
-
-
-def _unless_not_covered(ours: Any, theirs: Any) -> Any:
-    """fastrl's loss, or NeMo-RL's for the options that it does not have."""
-
-    @functools.wraps(theirs)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return ours(*args, **kwargs)
-        except preset.NotCovered:
-            return theirs(*args, **kwargs)
-
-    call.fastrl = ours  # type: ignore[attr-defined]
-    return call

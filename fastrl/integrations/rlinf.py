@@ -6,7 +6,6 @@ critic, or aggregate by a function of the caller's own, stay RLinf's.
 
 from __future__ import annotations
 
-import functools
 import importlib
 from typing import Any
 
@@ -44,9 +43,8 @@ def install() -> None:
         _patch.replace(PACKAGE, registry.ADV_REGISTRY, name, ours)
     for function in (*_PARTS, *_LOSSES.values()):
         theirs = getattr(losses, function)
-        if not hasattr(theirs, "fastrl"):
-            ours = _where_possible(getattr(preset, function), theirs)
-            _patch.replace_everywhere(PACKAGE, function, theirs, ours)
+        ours = _patch.or_theirs(getattr(preset, function), theirs)
+        _patch.replace_everywhere(PACKAGE, function, theirs, ours)
     for name, function in _LOSSES.items():
         _patch.replace(PACKAGE, registry.LOSS_REGISTRY, name, getattr(losses, function))
     for name in ("kl_penalty", "calculate_scores"):
@@ -56,17 +54,3 @@ def install() -> None:
 def uninstall() -> None:
     """Put RLinf's own back."""
     _patch.restore(PACKAGE)
-
-
-def _where_possible(ours: Any, theirs: Any) -> Any:
-    """fastrl's loss, or RLinf's for the options that it does not have."""
-
-    @functools.wraps(theirs)
-    def choose(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return ours(*args, **kwargs)
-        except preset.NotCovered:
-            return theirs(*args, **kwargs)
-
-    choose.fastrl = ours  # type: ignore[attr-defined]
-    return choose

@@ -52,7 +52,7 @@ def install() -> None:
     mpu: Any = importlib.import_module("megatron.core.mpu")
     lead_to_fastrl(PACKAGE, loss, mpu.get_context_parallel_world_size)
     for name in ("policy_loss_function", "value_loss_function"):
-        ours = unless_not_covered(getattr(preset, name), getattr(loss, name))
+        ours = _patch.or_theirs(getattr(preset, name), getattr(loss, name))
         _patch.replace(PACKAGE, loss, name, ours)
 
 
@@ -76,19 +76,3 @@ def lead_to_fastrl(package: str, loss: Any, context_parallel_size: Callable[[], 
 
     get_advantages_and_returns_batch.fastrl = preset  # type: ignore[attr-defined]
     _patch.replace(package, loss, "get_advantages_and_returns_batch", get_advantages_and_returns_batch)  # fmt: skip
-
-
-def unless_not_covered(ours: Any, theirs: Any) -> Any:
-    """fastrl's loss, or slime's for the options that it does not have."""
-    if hasattr(theirs, "fastrl"):
-        return theirs
-
-    @functools.wraps(theirs)
-    def choose(*args: Any) -> Any:
-        try:
-            return ours(*args)
-        except preset.NotCovered:
-            return theirs(*args)
-
-    choose.fastrl = ours  # type: ignore[attr-defined]
-    return choose

@@ -6,7 +6,6 @@ then run on fastrl. Calls with ``rolling_gamma=False`` stay torchrl's.
 
 from __future__ import annotations
 
-import functools
 import importlib
 from typing import Any
 
@@ -36,26 +35,10 @@ def install() -> None:
     for name in (*_OTHERS, *_WITH_ROLLING_GAMMA):
         theirs, ours = getattr(functional, name), getattr(preset, name)
         if name in _WITH_ROLLING_GAMMA:
-            if hasattr(theirs, "fastrl"):
-                continue
-            ours = _unless_gamma_stands_still(ours, theirs)
+            ours = _patch.or_theirs(ours, theirs)
         _patch.replace_everywhere(PACKAGE, name, theirs, ours)
 
 
 def uninstall() -> None:
     """Put torchrl's own back."""
     _patch.restore(PACKAGE)
-
-
-def _unless_gamma_stands_still(ours: Any, theirs: Any) -> Any:
-    """fastrl's function, or torchrl's for ``rolling_gamma=False``, which uses one gamma for all that follows a step."""
-    position = 7 if "advantage" in theirs.__name__ else 6
-    position -= "td1" in theirs.__name__
-
-    @functools.wraps(theirs)
-    def choose(*args: Any, **kwargs: Any) -> Any:
-        rolling = args[position] if len(args) > position else kwargs.get("rolling_gamma")
-        return (theirs if rolling is False else ours)(*args, **kwargs)
-
-    choose.fastrl = ours  # type: ignore[attr-defined]
-    return choose

@@ -8,8 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastrl.errors import ArgumentError
+
 # Where a trainer does not clamp the log-ratio: beyond it float32 overflows, and the gradient with it.
 OVERFLOW = 80.0
+
+
+class NotCovered(ArgumentError):
+    """An option that only the trainer's own function has; integrations call that instead."""
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:

@@ -21,15 +21,11 @@ from fastrl.ops.group_advantages import group_advantages
 from fastrl.ops.policy_loss import policy_loss
 from fastrl.ops.value_loss import value_loss
 from fastrl.ops.whiten import whiten
-from fastrl.presets._tokens import OVERFLOW, clip_terms, masked_mean
+from fastrl.presets._tokens import OVERFLOW, NotCovered, clip_terms, masked_mean
 from fastrl.surrogates import kl_penalty as kl_per_token
 
 Advantages = tuple[Tensor, Tensor | None]
 Loss = tuple[Tensor, dict[str, Tensor]]
-
-
-class NotCovered(ArgumentError):
-    """An option that only RLinf's own loss has."""
 
 
 _ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}

@@ -22,16 +22,12 @@ from fastrl.ops.gae import gae
 from fastrl.ops.group_advantages import group_advantages
 from fastrl.ops.policy_loss import policy_loss
 from fastrl.ops.token_logprobs import token_logprobs
-from fastrl.presets._tokens import OVERFLOW, clip_terms, end_to_end, offsets_of
+from fastrl.presets._tokens import OVERFLOW, NotCovered, clip_terms, end_to_end, offsets_of
 from fastrl.surrogates import kl_penalty, rollout_correction
 
 BY_GROUP = ("grpo", "gspo", "cispo")
 Reducer = Callable[[Tensor], Tensor]
 Corrected = tuple[Tensor, list[Tensor], dict[str, Tensor]]
-
-
-class NotCovered(ArgumentError):
-    """An option that only the trainer's own function has."""
 
 
 def _refuse(args: Any, name: str, **allowed: Any) -> None:

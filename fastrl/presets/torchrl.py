@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastrl.errors import ArgumentError
 from fastrl.ops.affine_scan import affine_scan
+from fastrl.presets._tokens import NotCovered
 
 Number = float | Tensor
 
@@ -111,7 +112,7 @@ def td_lambda_return_estimate(
 ) -> Tensor:
     """Returns mixed with the next values by lambda; what follows the last step is its next value."""
     if rolling_gamma is False:
-        raise ArgumentError(
+        raise NotCovered(
             "td_lambda_return_estimate: rolling_gamma must be True or None, got False; use torchrl's function"
         )
     goes_on, bootstraps = _flags(reward, done, terminated)

@@ -17,6 +17,7 @@ from torch import Tensor
 from fastrl.integrations import _patch, report
 from fastrl.integrations import areal as integration
 from fastrl.presets import areal as preset
+from fastrl.presets._tokens import NotCovered
 from tests.helpers import leaf
 from tests.integrations.peers import load
 from tests.ops.losses import batch
@@ -416,6 +417,17 @@ def test_areal_logprobs(functional: Any) -> None:
     close(got.detach(), expected.detach())
     close(ours_entropy.detach(), entropy.detach())
     close(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+def test_areal_vocabulary_over_ranks(monkeypatch: pytest.MonkeyPatch, functional: Any) -> None:
+    """The preset refuses it, and the integration then calls AReaL's own function, here one that only says so."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    arguments = (torch.zeros(1, 3), torch.zeros(1, dtype=torch.long), 1.0, object())
+    with pytest.raises(NotCovered, match="2 ranks"):
+        preset.gather_logprobs(*arguments)  # type: ignore[arg-type]
+    both = _patch.or_theirs(preset.gather_logprobs, lambda *args: "theirs")
+    assert both(*arguments) == "theirs"
+    assert both(*arguments[:2]).tolist() == [pytest.approx(-math.log(3))]
 
 
 def test_areal_install(actor: Any, functional: Any) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from fastrl.errors import ArgumentError
 from fastrl.ops.token_logprobs import token_logprobs
+from fastrl.presets._tokens import NotCovered
 
 
 def gather_logprobs(
@@ -37,7 +37,7 @@ def gather_logprobs_entropy(
 
 def _refuse_split_vocabulary(tp_group: dist.ProcessGroup | None) -> None:
     if tp_group is not None and dist.get_world_size(tp_group) > 1:
-        raise ArgumentError(
+        raise NotCovered(
             "fastrl.presets.areal.gather_logprobs: tp_group must be None or of one rank, got "
             f"{dist.get_world_size(tp_group)} ranks; use AReaL's function, or fastrl.linear_token_logprobs"
         )

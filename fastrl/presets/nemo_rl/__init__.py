@@ -11,7 +11,7 @@ from fastrl.presets.nemo_rl.advantages import (
     RawRewardAdvantageEstimator,
     ReinforcePlusPlusAdvantageEstimator,
 )
-from fastrl.presets.nemo_rl.losses import ClippedPGLossFn, MseValueLossFn, NotCovered
+from fastrl.presets.nemo_rl.losses import ClippedPGLossFn, MseValueLossFn
 
 __all__ = [
     "ClippedPGLossFn",
@@ -19,7 +19,6 @@ __all__ = [
     "GRPOAdvantageEstimator",
     "GeneralizedAdvantageEstimator",
     "MseValueLossFn",
-    "NotCovered",
     "RawRewardAdvantageEstimator",
     "ReinforcePlusPlusAdvantageEstimator",
 ]

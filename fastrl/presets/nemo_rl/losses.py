@@ -8,17 +8,12 @@ import torch
 from torch import Tensor
 
 from fastrl._losses import TokenRows, aggregate
-from fastrl.errors import ArgumentError
 from fastrl.ops.policy_loss import policy_loss
 from fastrl.ops.value_loss import value_loss
-from fastrl.presets._tokens import OVERFLOW, masked_mean
+from fastrl.presets._tokens import OVERFLOW, NotCovered, masked_mean
 from fastrl.surrogates import kl_penalty
 
 Loss = tuple[Tensor, dict[str, Any]]
-
-
-class NotCovered(ArgumentError):
-    """An option that only NeMo-RL's own loss has."""
 
 
 @torch.no_grad()
