@@ -36,9 +36,7 @@ def ppo_actor_loss_fn(
     The divisor counts the tokens before rejection. At "sequence" level ratio and advantage are means over the sequence.
     """
     count = (loss_mask != 0).sum().clamp(min=1)
-    # AReaL logs it over the tokens that it rejects, too.
-    approx_kl = torch.where(loss_mask != 0, (logprobs - proximal_logprobs).detach(), 0.0)
-    rejected = None
+    original_mask, rejected = loss_mask, None
     if rejection_sampling is not None:
         rejected = apply_rejection_sampling(
             proximal_logprobs, old_logprobs, loss_mask, cu_seqlens, rejection_sampling
@@ -64,11 +62,14 @@ def ppo_actor_loss_fn(
     stat: dict[str, Any] = {
         "loss": terms.loss,
         "importance_weight": tokens.ratio,
-        "approx_kl": approx_kl,
+        "approx_kl": tokens.log_ratio,
         "clip_mask": terms.is_clipped,
         "dual_clip_mask": terms.is_dual_clipped,
     }
     if rejected is not None:
+        # AReaL logs it over the tokens that it rejects, too.
+        log_ratio = (logprobs - proximal_logprobs).detach()
+        stat["approx_kl"] = torch.where(original_mask != 0, log_ratio, 0.0)
         kept = (rejected.behave_imp_weight > 0) & tokens.valid
         stat["loss"] = stat["loss"] * rejected.behave_imp_weight
         stat["behave_approx_kl"] = torch.where(kept, (proximal_logprobs - old_logprobs).detach(), 0)
@@ -169,12 +170,12 @@ class _Tokens:
         cu_seqlens: Tensor | None,
     ) -> None:
         self.cu_seqlens = _offsets(logprobs, level, cu_seqlens)
-        rows = TokenRows(logprobs, loss_mask, self.cu_seqlens)
-        self.valid = rows.valid
-        self.log_ratio = rows.select(logprobs, torch.float32) - rows.select(old, torch.float32)
-        exponent, self.advantages = self.log_ratio, advantages.detach()
-        self.per_token = rows.select(self.advantages, torch.float32)
+        self.valid = loss_mask != 0
+        self.log_ratio = self.blank((logprobs - old).float())
+        self.advantages = self.per_token = self.blank(advantages.detach().float())
+        exponent = self.log_ratio
         if level == "sequence":
+            rows = TokenRows(logprobs, loss_mask, self.cu_seqlens)
             count = rows.counts.clamp(min=1).float()
             exponent = rows.spread(rows.sums(self.log_ratio) / count)
             self.advantages = rows.sums(self.per_token) / count
