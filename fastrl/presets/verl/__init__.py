@@ -4,6 +4,11 @@ Values are verl's at valid tokens; masked positions hold 0 and influence nothing
 that nothing waits for the device. Equal rewards give exactly 0.
 """
 
+from fastrl.presets._logits import (
+    entropy_from_logits,
+    entropy_from_logits_with_chunking,
+    logprobs_from_logits,
+)
 from fastrl.presets.verl.advantages import (
     compute_gae_advantage_return,
     compute_gdpo_outcome_advantage,
@@ -73,5 +78,8 @@ __all__ = [
     "compute_rollout_correction_weights",
     "compute_rollout_rejection_mask",
     "compute_value_loss",
+    "entropy_from_logits",
+    "entropy_from_logits_with_chunking",
     "kl_penalty",
+    "logprobs_from_logits",
 ]
