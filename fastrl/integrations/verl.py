@@ -76,6 +76,10 @@ def install() -> None:
         _patch.replace(PACKAGE, core_algos, name, getattr(preset, name))
         _patch.replace(PACKAGE, losses, name, getattr(preset, name))
     _patch.replace(PACKAGE, losses, "no_padding_2_padding", no_padding_2_padding)
+    # verl's bypass_mode stays: it finds these, and the losses above, as attributes of their modules.
+    helper: Any = importlib.import_module("verl.trainer.ppo.rollout_corr_helper")
+    for name in ("compute_rollout_correction_weights", "compute_offpolicy_metrics"):
+        _patch.replace(PACKAGE, helper, name, getattr(preset, name))
     functional: Any = importlib.import_module("verl.utils.torch_functional")
     for name in _OF_LOGITS:
         _patch.replace(PACKAGE, functional, name, getattr(preset, name))

@@ -27,6 +27,7 @@ from fastrl.presets.verl.advantages import (
 )
 from fastrl.presets.verl.common import agg_loss
 from fastrl.presets.verl.losses import (
+    compute_policy_loss_bypass_mode,
     compute_policy_loss_cispo,
     compute_policy_loss_clip_cov,
     compute_policy_loss_dppo_kl,
@@ -43,6 +44,7 @@ from fastrl.presets.verl.losses import (
     kl_penalty,
 )
 from fastrl.presets.verl.rollout import (
+    compute_offpolicy_metrics,
     compute_rollout_correction_weights,
     compute_rollout_rejection_mask,
 )
@@ -58,6 +60,8 @@ __all__ = [
     "compute_multi_turn_optimal_token_baseline_advantage",
     "compute_opo_outcome_advantage",
     "compute_optimal_token_baseline_advantage",
+    "compute_offpolicy_metrics",
+    "compute_policy_loss_bypass_mode",
     "compute_policy_loss_cispo",
     "compute_policy_loss_clip_cov",
     "compute_policy_loss_dppo_kl",
