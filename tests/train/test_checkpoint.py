@@ -157,6 +157,6 @@ def test_random_states_come_back(tmp_path: Path) -> None:
 
 def test_the_manifest_lists_every_file(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
-    manifest = json.loads((path / "manifest.json").read_text())
+    manifest = json.loads((path / "manifest.json").read_text())["files"]
     assert set(manifest) == {p.name for p in path.iterdir()} - {"manifest.json"}
     assert manifest["a.safetensors"]["bytes"] == (path / "a.safetensors").stat().st_size
