@@ -11,8 +11,8 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 

@@ -74,8 +74,8 @@ def train(config: Config, run_dir: Path, *, resume: bool = False) -> Outcome:
     checkpoints can be read, or when the configuration does not fit; StorageError (an OSError) when the
     folder cannot be written; FloatingPointError when the loss is no longer finite.
     """
-    _refuse_to_overwrite(run_dir, resume)
     check_writable(run_dir)
+    _refuse_to_overwrite(run_dir, resume)
     check_writable(run_dir / "checkpoints")
     device = set_up(config)
     task = make_task(config)

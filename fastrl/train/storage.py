@@ -41,8 +41,8 @@ def writing(path: Path) -> Iterator[None]:
         cause = os.strerror(code) if code else str(error)
         remedy = _REMEDIES.get(code, "see to its disk")
         raise StorageError(
-            f"cannot write {path}: {cause}; {remedy}, then continue with --resume: nothing that was "
-            "saved before is lost"
+            f"cannot write {path}: {cause}; {remedy}, and run it again (train with --resume); what was "
+            "saved before is still there"
         ) from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import signal
 
 from fastrl.envs import Question
@@ -40,3 +41,8 @@ def nan_always(question: Question, completion: str) -> float:
 def length(question: Question, completion: str) -> float:
     """Characters of the completion."""
     return float(len(completion))
+
+
+def noisy_position(question: Question, completion: str) -> float:
+    """`position_match` and a little noise from Python's generator, which a resumed run must draw again."""
+    return position_match(question, completion) + 0.1 * random.random()
