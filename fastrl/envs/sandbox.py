@@ -239,7 +239,10 @@ def _bubblewrap(folder: Path, limits: Limits, command: Sequence[str]) -> list[st
         *(a for path in sorted(ways - {"/tmp"}) for a in ("--perms", "0755", "--dir", path)),
         *(a for path in _visible() for a in ("--ro-bind", path, path)),
         *("--proc", "/proc", "--dev", "/dev"),
-        *("--bind", str(folder), str(folder), "--chdir", str(folder), "--"),
+        *("--bind", str(folder), str(folder)),
+        # They lie in memory without a limit, and are this user's where it is not root.
+        *("--remount-ro", "/dev", "--remount-ro", "/"),
+        *("--chdir", str(folder), "--"),
         *_unprivileged(folder),
         *_limited(limits),
         *command,
@@ -283,7 +286,8 @@ def _unshare(folder: Path, limits: Limits, command: Sequence[str]) -> list[str]:
         # The old root is detached: nothing of it can be reached any more.
         "umount -l /old",
         "rmdir /old",
-        "mount -o remount,ro /",
+        # Of the mount alone: with its options, which name users outside, a user namespace refuses it.
+        "mount -o remount,bind,ro /",
         f"cd {quoted(str(folder))}",
         f"exec {_FOLDER_DESCRIPTOR}<&-",
         "exec " + shlex.join([*_unprivileged(folder), *_limited(limits), *command]),

@@ -31,16 +31,20 @@ def score(config: TaskConfig, task: Task, answered: Sequence[tuple[Question, str
     scored: list[float | None] = []
     errors: list[str] = []
     for (reward, question, _), result in zip(pairs, results, strict=True):
+        if not isinstance(result, Exception):
+            scored.append(result)
+            errors.append("")
+            continue
         error = result
         if isinstance(result, TimeoutError):
             error = reward.failure(question, f"did not return: {result} (task.reward_seconds)")
-        if isinstance(error, Exception) and config.failed_reward == "raise":
+        if config.failed_reward == "raise":
             raise RewardError(
                 f'{error}; correct it, or set task.failed_reward = "skip", which counts such rewards as '
                 "not scored"
             ) from result
-        scored.append(None if isinstance(error, Exception) else error)
-        errors.append(str(error) if isinstance(error, Exception) else "")
+        scored.append(None)
+        errors.append(str(error))
     names, size = list(task.weights), len(task.rewards)
     return [
         Scores(
