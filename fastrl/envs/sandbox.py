@@ -410,7 +410,7 @@ def _drain(
                 output += block
             if len(output) > 10 * limits.output_bytes:
                 return bytes(output), "output"
-            if _size(folder) > limits.folder_bytes:
+            if _exceeds(folder, limits.folder_bytes):
                 return bytes(output), "disk"
             if process.poll() is not None:
                 # A child left behind may hold the pipe open; it is killed, not waited for.
@@ -426,18 +426,21 @@ def _rest(descriptor: int, limits: Limits) -> bytes:
     return bytes(rest)
 
 
-def _size(folder: Path) -> int:
-    """Bytes in a folder, a block for each entry; what vanishes meanwhile counts nothing."""
+def _exceeds(folder: Path, limit: int) -> bool:
+    """Whether the folder is larger, with a block for each entry; what vanishes meanwhile counts nothing."""
     total, folders = 0, [str(folder)]
-    # Not os.walk, which recurses: a command may nest folders deeper than Python can.
+    # Not os.walk, which recurses: a command may nest folders deeper than Python can. No further than the
+    # limit, because a command may make files faster than they are counted.
     while folders:
         with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):
                     total += max(entry.stat(follow_symlinks=False).st_size, _BLOCK)
+                    if total > limit:
+                        return True
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
-    return total
+    return False
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -452,23 +455,18 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder whose permissions may have been taken away."""
+    """Remove a folder whatever is in it; chmod and rm follow no links on their way down."""
 
-    def retry(function: Callable[[str], object], path: str, _: object) -> None:
-        with contextlib.suppress(OSError):
-            # Never what the folder lies in, nor what a link in it leads to.
-            for place in (os.path.dirname(path), path):
-                if place.startswith(str(folder)) and not os.path.islink(place):
-                    os.chmod(place, 0o700)
-            function(path)
+    def call(*command: str) -> None:
+        subprocess.run([*command, "--", str(folder)], check=False, capture_output=True)
 
-    # Processes that are being killed may go on for a moment and write what was just removed.
-    for pause in (0.0, 0.05, 0.2, 1.0, 3.0):
-        time.sleep(pause)
-        try:
-            shutil.rmtree(folder, onerror=retry)
-        except RecursionError:
-            for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
-                subprocess.run([*command, "--", str(folder)], check=False, capture_output=True)
+    # Not shutil.rmtree: folders may be nested deeper than Python can follow.
+    call("rm", "-rf")
+    # Permissions may have been taken away, and processes that are being killed may go on for a moment and
+    # write what was just removed.
+    for pause in (0.0, 0.05, 0.2, 1.0):
         if not folder.exists():
             return
+        time.sleep(pause)
+        call("chmod", "-R", "u+rwx")
+        call("rm", "-rf")
