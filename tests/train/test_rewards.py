@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from fastrl import cli
-from fastrl.envs import Question, RewardError, as_score, load_task, read_trajectories
+from fastrl.envs import Question, RewardError, StepResult, as_score, load_task, read_trajectories
 from fastrl.train import config as configs
 from fastrl.train.config import Config
 from fastrl.train.guard import call_each
@@ -139,6 +139,47 @@ def test_the_functions_error_is_the_cause() -> None:
         del os.environ[rewards.FAULT]
     assert isinstance(caught.value.__cause__, KeyError)
     assert len(str(caught.value)) < 300
+
+
+class Faulty:
+    """An environment of one turn whose reward is what `value` names."""
+
+    weights: Mapping[str, float] = {"score": 1.0}
+
+    def __init__(self, value: str) -> None:
+        self._value = {"string": "1.0", "infinity": math.inf, "none": None, "nan": math.nan}[value]
+
+    def tasks(self, *, size: int, seed: int) -> list[dict[str, Any]]:
+        return [{"number": i} for i in range(8)]
+
+    def reset(self, task: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": f"{task['number']}"}]
+
+    def step(self, message: dict[str, Any]) -> StepResult:
+        return StepResult([], {"score": self._value}, True)  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("value", "failed", "error"),
+    [
+        ("string", 1.0, "reward part 'score' is no score: it must be a finite number"),
+        ("infinity", 1.0, "got inf (float)"),
+        ("none", 0.0, ""),
+        ("nan", 0.0, ""),
+    ],
+)
+def test_rewards_of_environments(
+    small: Callable[..., Config], tmp_path: Path, value: str, failed: float, error: str
+) -> None:
+    config = small(
+        "grpo", "env.source=tests.train.test_rewards:Faulty", f"env.params={{value='{value}'}}", "steps=1",
+        "eval.size=0", "log.samples_every=1",
+    )  # fmt: skip
+    train(config, tmp_path)
+    (line,) = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert (line["episode/failed"], line["reward/failed"]) == (failed, 0.0)
+    assert line["reward/unscored"] == 1.0
+    assert all(error in t.error for t in read_trajectories(tmp_path / "samples.jsonl"))
 
 
 # --- limits --------------------------------------------------------------------------------------
