@@ -10,6 +10,7 @@ finished checkpoint must still be there, and the next life must start from it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import multiprocessing
@@ -154,7 +155,7 @@ def _whole(algorithm: str, folder: Path, fresh: bool) -> tuple[Path, float]:
 def _wait_for(kind: str, run_dir: Path, pid: int, rng: random.Random, seconds: float) -> None:
     """Return at a moment of this kind, or when the process has ended."""
     end = time.monotonic() + rng.random() * seconds
-    before = _sizes(run_dir)
+    before, old = _sizes(run_dir), _drafts(run_dir)
     passed = rng.randrange(4)
     was = False
     while _is_alive(pid):
@@ -163,7 +164,7 @@ def _wait_for(kind: str, run_dir: Path, pid: int, rng: random.Random, seconds: f
                 return
         else:
             if kind == "checkpoint":
-                now = any(run_dir.glob("checkpoints/*.tmp"))
+                now = bool(_drafts(run_dir) - old)
             else:
                 sizes = _sizes(run_dir)
                 now, before = sizes > before, sizes
@@ -175,6 +176,15 @@ def _wait_for(kind: str, run_dir: Path, pid: int, rng: random.Random, seconds: f
                 passed -= 1
             was = now
         time.sleep(0.0005 if kind != "any time" else 0.005)
+
+
+def _drafts(run_dir: Path) -> set[int]:
+    """Times of change of half-written checkpoints: what a kill left behind does not change any more."""
+    times = set()
+    for path in run_dir.glob("checkpoints/*.tmp"):
+        with contextlib.suppress(FileNotFoundError):
+            times.add(path.stat().st_mtime_ns)
+    return times
 
 
 def _sizes(run_dir: Path) -> int:
