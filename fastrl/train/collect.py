@@ -19,6 +19,7 @@ from fastrl.train.journal import Journal
 from fastrl.train.metrics import Timer
 from fastrl.train.models import Policy, load_policy
 from fastrl.train.rollout import Generator, TransformersGenerator
+from fastrl.train.scoring import score
 from fastrl.train.seeding import derived_seed, set_up
 
 __all__ = ["Evaluation", "collect", "evaluate", "evaluate_run", "is_correct", "make_task"]
@@ -146,30 +147,38 @@ def _answers(
             temperature=temperature,
             seed=seed,
         )
-    trajectories = []
+    answered = [
+        (uid, question, text, prompt, completion)
+        for (uid, question), text, prompt, group in zip(questions, texts, ids, groups, strict=True)
+        for completion in group
+    ]
+    decoded = [policy.decode(c.token_ids) for *_, c in answered]
     with timer("score"):
-        for (uid, question), text, prompt, group in zip(questions, texts, ids, groups, strict=True):
-            for tokens, finished, logprobs in group:
-                completion = policy.decode(tokens)
-                parts = task.score(question, completion)
-                trajectories.append(
-                    Trajectory(
-                        uid=uid,
-                        prompt=text,
-                        completion=completion,
-                        answer=question.answer,
-                        question=question.text,
-                        prompt_ids=tuple(prompt),
-                        completion_ids=tuple(tokens),
-                        mask=(1,) * len(tokens),
-                        logprobs=tuple(logprobs or ()),
-                        reward=task.total(parts),
-                        reward_parts=parts,
-                        finished=finished,
-                        step=step,
-                    )
-                )
-    return trajectories
+        scores = score(
+            config.task, task, [(a[1], t) for a, t in zip(answered, decoded, strict=True)]
+        )
+    return [
+        Trajectory(
+            uid=uid,
+            prompt=text,
+            completion=completion,
+            answer=question.answer,
+            question=question.text,
+            prompt_ids=tuple(prompt),
+            completion_ids=tuple(tokens),
+            mask=(1,) * len(tokens),
+            logprobs=tuple(logprobs or ()),
+            reward=task.total(parts),
+            reward_parts=parts,
+            finished=finished,
+            step=step,
+            error=error,
+        )
+        for (uid, question, text, prompt, (tokens, finished, logprobs)), completion, (
+            parts,
+            error,
+        ) in zip(answered, decoded, scores, strict=True)
+    ]
 
 
 def evaluate_run(config: Config, run_dir: Path | None) -> Evaluation:

@@ -91,6 +91,11 @@ class TaskConfig:
     """Put the prompt through the tokenizer's chat template."""
     rewards: tuple[RewardConfig, ...] = (RewardConfig(),)
     """The rewards, summed by weight; a reward of None or NaN means not scored."""
+    reward_seconds: float | None = 60.0
+    """Longest time of one call of a reward function, which then has failed; no limit if "none"."""
+    failed_reward: Literal["raise", "skip"] = "raise"
+    """Reward functions that raise, take too long or return no finite number: raise ends the run, skip
+    counts that reward as not scored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

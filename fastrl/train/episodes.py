@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from fastrl.envs import Env, EnvTask, Message, StepResult, Trajectory, Turn
+from fastrl.envs import Env, EnvTask, Message, StepResult, Trajectory, Turn, as_score
 from fastrl.train.chat import Chat
 from fastrl.train.config import Config
 from fastrl.train.guard import call_all
@@ -142,17 +142,29 @@ class _Episode:
 
     def answer(self) -> None:
         result = StepResult(*self.env.step(self._messages[-1]))
-        if unknown := set(result.reward_parts) - set(self._parts):
-            raise ValueError(
-                f"reward parts {sorted(unknown)} are not in the weights of the environment"
-            )
-        self._result = result
+        self._result = result._replace(reward_parts=self._scores(result.reward_parts))
 
     def end(self) -> None:
         if self.status == "truncated" and hasattr(self.env, "cut"):
-            self._score(self.env.cut())
+            self._score(self._scores(self.env.cut()))
         if hasattr(self.env, "close"):
             self.env.close()
+
+    def _scores(self, parts: Mapping[str, Any]) -> dict[str, float]:
+        """The parts that were scored, as numbers; an error is the environment's."""
+        if unknown := set(parts) - set(self._parts):
+            raise ValueError(
+                f"reward parts {sorted(unknown)} are not in the weights of the environment"
+            )
+        scores = {}
+        for name, value in parts.items():
+            try:
+                number = as_score(value)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"reward part {name!r} is no score: {error}") from error
+            if number is not None:
+                scores[name] = number
+        return scores
 
     # --- tokens
 
@@ -200,7 +212,7 @@ class _Episode:
 
     def _score(self, parts: Mapping[str, float | None]) -> None:
         """Add rewards to the last turn and to the episode."""
-        scored = {n: float(v) for n, v in parts.items() if v is not None and v == v}
+        scored = {n: v for n, v in parts.items() if v is not None}
         if not scored:
             return
         for name, value in scored.items():

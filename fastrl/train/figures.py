@@ -40,6 +40,7 @@ def rollout_metrics(
         },
         "reward/correct": sum(is_correct(config, t.reward_parts) for t in trajectories) / count,
         "reward/unscored": 1 - len(scored) / count,
+        "reward/failed": sum(bool(t.error) and t.status != "failed" for t in trajectories) / count,
         "group/zero_variance": same / max(len(ranges), 1),
         "completion/length_mean": sum(lengths) / count,
         "completion/length_max": max(lengths, default=0),

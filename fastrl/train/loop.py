@@ -38,6 +38,7 @@ from fastrl.train.models import load_policy
 from fastrl.train.ppo import PPO
 from fastrl.train.rollout import TransformersGenerator
 from fastrl.train.seeding import set_up
+from fastrl.train.storage import check_writable
 
 __all__ = ["Algorithm", "Outcome", "train"]
 
@@ -69,10 +70,13 @@ def train(config: Config, run_dir: Path, *, resume: bool = False) -> Outcome:
     SIGINT and SIGTERM end the run after the step in progress, with a checkpoint. The same
     configuration on the same machine gives the same numbers, whether or not a run was interrupted.
 
-    Raises ValueError when the folder already holds a run and `resume` is not set, or when the
-    configuration does not fit; FloatingPointError when the loss is no longer finite.
+    Raises ValueError when the folder already holds a run and `resume` is not set, when none of its
+    checkpoints can be read, or when the configuration does not fit; StorageError (an OSError) when the
+    folder cannot be written; FloatingPointError when the loss is no longer finite.
     """
+    check_writable(run_dir)
     _refuse_to_overwrite(run_dir, resume)
+    check_writable(run_dir / "checkpoints")
     device = set_up(config)
     task = make_task(config)
     policy = load_policy(config.model, seed=config.seed, device=device)
@@ -84,17 +88,18 @@ def train(config: Config, run_dir: Path, *, resume: bool = False) -> Outcome:
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     max_norm = math.inf if config.optim.max_grad_norm is None else config.optim.max_grad_norm
     journal = Journal(run_dir, config)
-    start = _resume(run_dir, journal, algorithm, optimizer) if resume else 0
-    journal.open(start)
+    start, evaluated = _resume(run_dir, journal, algorithm, optimizer) if resume else (0, -1)
+    journal.open(start, evaluated=evaluated)
 
     watch = Watch(config)
     limit = math.inf if config.time_limit is None else config.time_limit
     began = time.perf_counter()
 
     with journal, _stop_signals(journal) as stopped_by:
-        step = saved = evaluated = start
-        if start == 0 and config.eval.size:
+        step = saved = start
+        if evaluated < 0 and config.eval.size:
             journal.evaluation(*evaluate(config, task, policy, generator, step=0))
+            evaluated = 0
         while step < config.steps and not stopped_by:
             started = time.perf_counter()
             if started - began >= limit:
@@ -152,13 +157,14 @@ def train(config: Config, run_dir: Path, *, resume: bool = False) -> Outcome:
                 journal.evaluation(*evaluate(config, task, policy, generator, step=step))
                 evaluated = step
             if _is_due(step, config.checkpoint.every):
-                _save(run_dir, journal, config, algorithm, optimizer, step)
+                _save(run_dir, journal, config, algorithm, optimizer, step, evaluated)
                 saved = step
 
         if config.eval.size and evaluated < step and not stopped_by:
             journal.evaluation(*evaluate(config, task, policy, generator, step=step))
+            evaluated = step
         if saved < step and (stopped_by or config.checkpoint.final):
-            _save(run_dir, journal, config, algorithm, optimizer, step)
+            _save(run_dir, journal, config, algorithm, optimizer, step, evaluated)
         if stopped_by:
             journal.say(f"stopped after step {step}; --resume continues from here")
         return Outcome(step, stopped_by[0] if stopped_by else 0)
@@ -202,14 +208,16 @@ def _save(
     algorithm: Algorithm,
     optimizer: torch.optim.Optimizer,
     step: int,
+    evaluated: int,
 ) -> None:
+    """`evaluated` is the step of the last evaluation, because the final one comes after a checkpoint."""
     journal.sync()
     tensors = {
         **{f"{n}.safetensors": checkpoint.weights(m) for n, m in algorithm.modules().items()},
         "optimizer.safetensors": checkpoint.optimizer_tensors(optimizer),
         "rng.safetensors": checkpoint.rng_tensors(),
     }
-    state = {"algorithm": algorithm.state()}
+    state = {"algorithm": algorithm.state(), "evaluated": evaluated}
     path = checkpoint.save(
         run_dir / "checkpoints", step, tensors, state, keep=config.checkpoint.keep
     )
@@ -218,23 +226,24 @@ def _save(
 
 def _resume(
     run_dir: Path, journal: Journal, algorithm: Algorithm, optimizer: torch.optim.Optimizer
-) -> int:
-    """The step to continue from, with everything put back as it was after that step."""
+) -> tuple[int, int]:
+    """The step to continue from, with everything put back as it was after it, and the last evaluated."""
     found = checkpoint.load_latest(run_dir / "checkpoints", journal.say)
     if found is None:
         journal.say(f"no checkpoint in {run_dir}; starting at step 0")
-        return 0
+        return 0, -1
     for name, module in algorithm.modules().items():
-        checkpoint.load_weights(module, found.tensors[f"{name}.safetensors"])
-    checkpoint.load_optimizer(optimizer, found.tensors["optimizer.safetensors"])
-    checkpoint.restore_rng(found.tensors["rng.safetensors"])
+        checkpoint.load_weights(module, found.file(f"{name}.safetensors"))
+    checkpoint.load_optimizer(optimizer, found.file("optimizer.safetensors"))
+    checkpoint.restore_rng(found.file("rng.safetensors"))
     algorithm.load_state(found.state["algorithm"])
     journal.say(f"resumed from {found.path}")
-    return found.step
+    return found.step, found.state["evaluated"]
 
 
 def _refuse_to_overwrite(run_dir: Path, resume: bool) -> None:
-    if not resume and (run_dir / "metrics.jsonl").exists():
+    has_run = (run_dir / "metrics.jsonl").exists() or checkpoint.exists(run_dir / "checkpoints")
+    if not resume and has_run:
         raise ValueError(
             f"train: {run_dir} already holds a run; pass --resume to continue it, or another --run-dir"
         )

@@ -37,6 +37,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward/part/", "mean of one reward over the completions it scored", "reward"),
     Metric("reward/correct", "completions whose first reward >= eval.correct_at / all", "share"),
     Metric("reward/unscored", "completions that no reward scored / all", "share"),
+    Metric("reward/failed", "completions of which a reward function failed / all", "share"),
     Metric("group/zero_variance", "prompts whose scored rewards are all equal / prompts", "share"),
     Metric("group/size_mean", "scored completions / prompts", "count"),
     Metric(

@@ -236,12 +236,18 @@ def _pretrained(source: str, gguf_file: str | None) -> Policy:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # A folder has all there is, so nothing is looked for on the network.
-    extra: dict[str, Any] = {"local_files_only": Path(source).is_dir()}
+    extra: dict[str, Any] = {
+        "local_files_only": Path(source).is_dir(),
+        "trust_remote_code": False,
+    }
     if gguf_file is not None:
         extra["gguf_file"] = gguf_file
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **extra)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **extra)
+        # Weights in safetensors or GGUF hold no code, pickled ones may.
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float32, use_safetensors=True, **extra
+        )
     except OSError as error:
         raise ValueError(
             f"model: transformers cannot load model.source = {source!r}: {error}"

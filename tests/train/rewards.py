@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import signal
+import sys
+import time
+from typing import Any
+
+import torch
 
 from fastrl.envs import Question
 from fastrl.envs.tasks import position_match
 
 SIGNAL_AT = "FASTRL_TEST_SIGNAL_AT"
+FAULT = "FASTRL_TEST_FAULT"
 _calls = itertools.count(1)
 
 
@@ -40,3 +47,38 @@ def nan_always(question: Question, completion: str) -> float:
 def length(question: Question, completion: str) -> float:
     """Characters of the completion."""
     return float(len(completion))
+
+
+def noisy_position(question: Question, completion: str) -> float:
+    """`position_match` and a little noise from Python's generator, which a resumed run must draw again."""
+    return position_match(question, completion) + 0.1 * random.random()
+
+
+# --- rewards that fail, each at every third completion that it is called with --------------------
+
+_ANSWERS: dict[str, object] = {
+    "a string": "1.0",
+    "a list": [1.0],
+    "two numbers": torch.zeros(2),
+    "infinity": float("inf"),
+    "minus infinity": -float("inf"),
+    "a complex number": 1j,
+    "a dict": {"score": 1.0},
+}
+
+
+def faulty(question: Question, completion: str) -> Any:
+    """`position_match`, but what FASTRL_TEST_FAULT says for some completions."""
+    if sum(map(ord, completion)) % 3:
+        return position_match(question, completion)
+    fault = os.environ[FAULT]
+    if fault == "raises":
+        raise KeyError("score")
+    if fault == "exits":
+        sys.exit("done")
+    while fault == "hangs":
+        try:
+            time.sleep(60)
+        except Exception:
+            continue
+    return _ANSWERS[fault]
