@@ -18,7 +18,7 @@ from fastrl.train.episodes import play
 from fastrl.train.journal import Journal
 from fastrl.train.metrics import Timer
 from fastrl.train.models import Policy, load_policy
-from fastrl.train.rollout import Generator, TransformersGenerator
+from fastrl.train.rollout import Generator, TransformersGenerator, older_step
 from fastrl.train.seeding import derived_seed, set_up
 
 __all__ = ["Evaluation", "collect", "evaluate", "evaluate_run", "is_correct", "make_task"]
@@ -149,7 +149,7 @@ def _answers(
     trajectories = []
     with timer("score"):
         for (uid, question), text, prompt, group in zip(questions, texts, ids, groups, strict=True):
-            for tokens, finished, logprobs in group:
+            for tokens, finished, logprobs, version in group:
                 completion = policy.decode(tokens)
                 parts = task.score(question, completion)
                 trajectories.append(
@@ -167,6 +167,7 @@ def _answers(
                         reward_parts=parts,
                         finished=finished,
                         step=step,
+                        policy_step=older_step(version, step),
                     )
                 )
     return trajectories
