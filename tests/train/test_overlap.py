@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -181,7 +182,8 @@ def test_without_overlap_a_run_is_what_it_was(
 def test_a_run_repeats_bit_for_bit_and_is_stale_by_the_bound(
     small: Callable[..., Config], tmp_path: Path, algorithm: str
 ) -> None:
-    config = small(algorithm, "steps=5", "rollout.overlap=2", "log.samples_every=1", *AHEAD)
+    options = ("log.samples_every=1", "ppo.warmup_steps=0")
+    config = small(algorithm, "steps=5", "rollout.overlap=2", *options, *AHEAD)
     for name in ("a", "b"):
         train(config, tmp_path / name)
     assert_same_run(tmp_path / "a", tmp_path / "b", 5)
@@ -197,20 +199,26 @@ def test_a_run_repeats_bit_for_bit_and_is_stale_by_the_bound(
     assert set(samples) == {3}
 
 
-@pytest.mark.parametrize("stop_in", ["a step", "an evaluation"])
+# The reward is called 4 times in an evaluation and 16 times in a rollout: four rollouts lie between the
+# evaluations before the first and after the second step. Filtered groups take more.
+@pytest.mark.parametrize(
+    ("call", "filtered"),
+    [(60, "false"), (70, "false"), (100, "true")],
+    ids=["step", "eval", "filter"],
+)
 def test_resume_is_exact(
     small: Callable[..., Config],
     tmp_path: Path,
     signal_at: Callable[[int, int], None],
-    stop_in: str,
+    call: int,
+    filtered: str,
 ) -> None:
-    config = small("grpo", *OPTIONS, "rollout.overlap=2", "filter.groups=true", *AHEAD)
+    config = small("grpo", *OPTIONS, "rollout.overlap=2", f"filter.groups={filtered}", *AHEAD)
     train(config, tmp_path / "whole")
-    # Four calls of the reward for an evaluation, sixteen or more for a rollout.
-    signal_at({"a step": 60, "an evaluation": 4}[stop_in], 2)
+    signal_at(call, signal.SIGINT)
     outcome = train(config, tmp_path / "stopped")
-    assert outcome.stopped_by == 2
-    assert outcome.step < 6
+    assert outcome.stopped_by == signal.SIGINT
+    assert 0 < outcome.step < 6
     signal_at(0, 0)
     assert train(config, tmp_path / "stopped", resume=True) == (6, 0)
     assert_same_run(tmp_path / "whole", tmp_path / "stopped", 6)
