@@ -132,7 +132,8 @@ def with_logprobs(
     """The first completions of a step as they are recorded, with the log-probabilities trained on."""
     kept = []
     for row, trajectory in enumerate(trajectories[: config.log.samples]):
-        if targets is not None and batch.mask[row].any():
+        # Those of old weights are not what was sampled from, so the sampler's own stay.
+        if targets is not None and trajectory.policy_step is None and batch.mask[row].any():
             logprobs = targets.old_logp[row, : len(trajectory.completion_ids)].tolist()
             trajectory = dataclasses.replace(trajectory, logprobs=tuple(logprobs))
         kept.append(trajectory)
