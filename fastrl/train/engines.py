@@ -63,7 +63,7 @@ class _Server:
         self.version: int | None = None  # of the weights it holds
         self.is_down = False
         self.loading = threading.Lock()
-        self.failed_loads = 0
+        self.failed_loads: list[str] = []
 
 
 class HttpGenerator:
@@ -86,6 +86,8 @@ class HttpGenerator:
         self._folder: Path | None = None
         self._version = -1
         self._marking = threading.Lock()
+        self._give_up = threading.Event()
+        self._is_closed = False
 
     def update(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Write `weights` for the servers, each of which loads them before it samples next.
@@ -129,23 +131,30 @@ class HttpGenerator:
             Ask(p, place, seed, 0, count, max_new_tokens, temperature, self._policy.eos_ids)
             for p, place in zip(prompts, places, strict=True)
         ]
-        give_up = threading.Event()
+        if self._is_closed:
+            raise Unavailable("engine: the run is over")
+        self._give_up = threading.Event()
         pool = ThreadPoolExecutor(max(min(self._options.concurrency, len(asks)), 1))
         try:
-            jobs = [pool.submit(self._complete, i, ask, give_up) for i, ask in enumerate(asks)]
+            jobs = [pool.submit(self._complete, i, ask) for i, ask in enumerate(asks)]
             return [group * (samples // count) for group in _results(jobs)]
         finally:
-            give_up.set()
+            self._give_up.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _complete(self, number: int, ask: Ask, give_up: threading.Event) -> list[Completion]:
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._is_closed = True
+        self._give_up.set()
+
+    def _complete(self, number: int, ask: Ask) -> list[Completion]:
         """All samples of one prompt; those missing in an answer are asked for again, and no others."""
         found: dict[int, Completion] = {}
         while missing := [k for k in range(ask.samples) if k not in found]:
             end = min((k for k in found if k > missing[0]), default=ask.samples)
             part = ask._replace(first=missing[0], samples=end - missing[0])
             request = functools.partial(self._sample, ask=part)
-            found |= self._persist(number, request, give_up)
+            found |= self._persist(number, request)
         return [found[k] for k in range(ask.samples)]
 
     def _sample(self, server: _Server, ask: Ask) -> dict[int, Completion]:
@@ -165,13 +174,13 @@ class HttpGenerator:
 
     def _load(self, server: _Server) -> None:
         """Give the server the weights, unless it has them."""
-        failed_before = server.failed_loads
+        failed_before = len(server.failed_loads)
         with server.loading:
             if server.version == self._version:
                 return
-            if server.failed_loads != failed_before:
+            if len(server.failed_loads) > failed_before:
                 # One attempt counts for all that waited for it, or each would wait for a timeout.
-                raise Unavailable(f"engine: {server.url} could not load weights")
+                raise Unavailable(server.failed_loads[-1])
             try:
                 self._dialect.load(
                     server.url,
@@ -180,12 +189,12 @@ class HttpGenerator:
                     temperature=self._temperature,
                     timeout=self._options.timeout,
                 )
-            except Unavailable:
-                server.failed_loads += 1
+            except Unavailable as error:
+                server.failed_loads.append(str(error))
                 raise
             server.version = self._version
 
-    def _persist(self, number: int, request: Callable[[_Server], T], give_up: threading.Event) -> T:
+    def _persist(self, number: int, request: Callable[[_Server], T]) -> T:
         """What `request` returns for the first server at which it succeeds, in the end."""
         options, began, attempts = self._options, time.monotonic(), 0
         while True:
@@ -204,7 +213,7 @@ class HttpGenerator:
                         'pass --resume, or set engine.on_failure = "wait"'
                     ) from error
                 pause = options.backoff * 2.0 ** min(attempts - 1, 30)
-                if give_up.wait(min(pause, _LONGEST_PAUSE)):
+                if self._give_up.wait(min(pause, _LONGEST_PAUSE)) or self._is_closed:
                     raise
                 continue
             self._mark(server, None)

@@ -63,6 +63,7 @@ class Rollouts:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._engine.close()
         self._thread.shutdown(cancel_futures=True)
 
     def take(self, step: int) -> list[Trajectory]:

@@ -71,6 +71,10 @@ class Engine(Generator, Protocol):
         """Sample from `weights`, those of `checkpoint.weights` after `version` steps, from now on."""
         ...
 
+    def close(self) -> None:
+        """The run is over: no longer wait for what is not there."""
+        ...
+
 
 class TransformersGenerator:
     """Samples from a `Policy` in this process.
@@ -93,6 +97,9 @@ class TransformersGenerator:
         self._version = version
         if self._is_copy:
             checkpoint.load_weights(self._policy.model, weights)
+
+    def close(self) -> None:
+        """See `Engine.close`. Nothing is waited for here."""
 
     def generate(
         self,

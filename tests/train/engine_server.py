@@ -62,6 +62,8 @@ class EngineServer:
                 pass
 
         class Http(ThreadingHTTPServer):
+            request_queue_size = 128
+
             def handle_error(self, request: Any, address: Any) -> None:
                 pass  # A client that no longer waits is what some tests are about.
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from fastrl import cli
 from fastrl.train import checkpoint
 from fastrl.train import config as configs
 from fastrl.train.batch import make_batch, plan_updates
@@ -437,6 +438,21 @@ def test_a_run_over_http_is_on_policy(
         assert 0 < record["sampler/logp_gap"] < 1e-4
         assert record["sampler/ess"] == pytest.approx(1, abs=1e-6)
         assert record["policy/ratio_max"] == record["policy/ratio_min"] == 1
+
+
+def test_the_command_line_says_what_is_missing(
+    small: Callable[..., Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = small("grpo").model
+    with EngineServer("vllm", model) as server:
+        config = over_http(small, [server], "engine.retries=1")
+    file = tmp_path / "c.toml"
+    file.write_text(configs.dumps(config))
+    assert cli.main(["train", str(file), "--run-dir", str(tmp_path / "run")]) == 1
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"fastrl: engine: {server.url}/server_info")
+    assert "ConnectionRefusedError" in said
+    assert "start the server and pass --resume" in said
 
 
 def test_a_run_survives_a_server_that_dies(small: Callable[..., Config], tmp_path: Path) -> None:

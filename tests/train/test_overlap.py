@@ -14,6 +14,7 @@ import torch
 
 from fastrl.envs import Trajectory
 from fastrl.train import checkpoint, overlap
+from fastrl.train import config as configs
 from fastrl.train.collect import make_task
 from fastrl.train.config import Config
 from fastrl.train.engines import make_engine
@@ -22,6 +23,7 @@ from fastrl.train.metrics import Timer
 from fastrl.train.models import Policy, load_policy
 from fastrl.train.overlap import Rollouts
 from fastrl.train.rollout import Completion
+from tests.train.conftest import CONFIGS
 from tests.train.engine_server import EngineServer
 from tests.train.test_run import OPTIONS, assert_same_run, records, signal_at
 
@@ -42,6 +44,9 @@ class Recorder:
 
     def update(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         self.weights, self.version = weights, version
+
+    def close(self) -> None:
+        self.go.release(10**6)
 
     def generate(self, prompts: Any, *, samples: int, **_: Any) -> list[list[Completion]]:
         self.go.acquire()
@@ -139,6 +144,23 @@ def test_an_error_of_the_sampler_ends_the_step_that_needs_it(small: Callable[...
         rollouts.take(1)
         with pytest.raises(TypeError, match="not callable"):
             rollouts.take(2)
+
+
+def test_the_end_of_a_run_does_not_wait_for_a_server(
+    small: Callable[..., Config], tmp_path: Path
+) -> None:
+    with EngineServer("vllm", small("grpo").model) as server:
+        pass  # gone, and its port free
+    engine = ("engine.kind=vllm", f"engine.urls=['{server.url}']", "engine.on_failure=wait")
+    config = small("grpo", "rollout.overlap=1", "engine.backoff=30.0", *engine, *AHEAD)
+    policy = load_policy(config.model, seed=0, device=torch.device("cpu"))
+    said: list[str] = []
+    waiting = make_engine(config, policy, tmp_path, said.append)
+    began = time.monotonic()
+    with Rollouts(config, make_task(config), policy, waiting, Timer()) as rollouts:
+        rollouts._begin(0, 1)
+        eventually(lambda: bool(said))
+    assert time.monotonic() - began < 10
 
 
 def test_what_waits_comes_back_as_it_was(small: Callable[..., Config]) -> None:
@@ -277,3 +299,16 @@ def test_the_copy_follows_only_when_it_is_told(
     engine.update(checkpoint.weights(policy.model), 1)
     assert sample() != before
     assert sample()[0][0].version == 1
+
+
+def test_it_learns_ahead(small: Callable[..., Config], tmp_path: Path) -> None:
+    """Measured over seeds 0 to 2: mean reward 0.08 or less in the first steps, 0.80 or more in the last."""
+    options = ("rollout.overlap=1", "steps=60", "eval.size=0", "checkpoint.final=false", *AHEAD)
+    config = configs.load(
+        CONFIGS / "grpo_tiny.toml",
+        ["seed=0", "log.samples_every=0", "log.tensorboard=false", *options],
+    )
+    train(config, tmp_path)
+    rewards = [r["reward/mean"] for r in records(tmp_path)]
+    assert sum(rewards[:5]) / 5 < 0.2
+    assert sum(rewards[-5:]) / 5 > 0.6
