@@ -144,6 +144,16 @@ def test_weights_are_a_folder_and_have_a_version(
         assert torch.equal(tensor, checkpoint.weights(bench.policy.model)[name])
 
 
+def test_leftover_weights_go_and_other_folders_stay(tmp_path: Path) -> None:
+    for folder in ("weights/step_000009_killed", "shared/of_somebody_else"):
+        (tmp_path / folder).mkdir(parents=True)
+    Bench(tmp_path, "vllm", ["http://127.0.0.1:1"])
+    (own,) = (tmp_path / "weights").iterdir()
+    assert own.name.startswith("step_000000_")
+    Bench(tmp_path, "vllm", ["http://127.0.0.1:1"], weights_dir=str(tmp_path / "shared"))
+    assert len(list((tmp_path / "shared").iterdir())) == 2
+
+
 def test_requests_are_spread_over_servers(tmp_path: Path) -> None:
     with EngineServer("vllm", MODEL) as one, EngineServer("vllm", MODEL) as two:
         found = Bench(tmp_path / "both", "vllm", [one.url, two.url]).generate()
@@ -171,7 +181,7 @@ def test_an_end_at_the_last_place_counts_whatever_the_reason(tmp_path: Path) -> 
         [cut],
         [fewer],
         [same, fewer, *failing(503, 2), fewer],
-        [hanging(0.5)],
+        [hanging(0.8)],
     ],
     ids=["500 twice", "429", "cut in the middle", "fewer samples", "several", "hangs"],
 )
@@ -179,7 +189,7 @@ def test_faults_that_pass_change_no_token(
     bench: Bench, server: EngineServer, faults: list[Fault]
 ) -> None:
     expected = bench.generate()
-    bench.generator._options = dataclasses.replace(bench.config.engine, timeout=0.2)
+    bench.generator._options = dataclasses.replace(bench.config.engine, timeout=0.5)
     server.faults = list(faults)
     assert_alike(bench.generate(), expected)
     assert server.faults == []
@@ -377,7 +387,7 @@ def test_waiting_has_an_end(tmp_path: Path) -> None:
     with EngineServer("vllm", MODEL) as server:
         pass
     options = {"on_failure": "wait", "retries": 0, "wait_limit": 0.1}
-    with pytest.raises(EngineError, match=r"ConnectionRefused.*attempt \d+ in 0\.[1-9]"):
+    with pytest.raises(EngineError, match=r"ConnectionRefused.*attempt \d+ in \d+\.\d s"):
         Bench(tmp_path, "vllm", [server.url], **options).generate()
 
 
