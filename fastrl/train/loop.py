@@ -34,6 +34,7 @@ from fastrl.train.figures import (
     with_logprobs,
 )
 from fastrl.train.grpo import GRPO
+from fastrl.train.http_json import EngineError
 from fastrl.train.journal import Journal
 from fastrl.train.metrics import StepMetrics, Timer
 from fastrl.train.models import load_policy
@@ -72,7 +73,8 @@ def train(config: Config, run_dir: Path, *, resume: bool = False) -> Outcome:
     configuration on the same machine gives the same numbers, whether or not a run was interrupted.
 
     Raises ValueError when the folder already holds a run and `resume` is not set, or when the
-    configuration does not fit; FloatingPointError when the loss is no longer finite.
+    configuration does not fit; FloatingPointError when the loss is no longer finite; EngineError, after
+    a checkpoint, when no server samples.
     """
     _refuse_to_overwrite(run_dir, resume)
     device = set_up(config)
@@ -107,7 +109,13 @@ def train(config: Config, run_dir: Path, *, resume: bool = False) -> Outcome:
 
             # Collect: several completions of each of this step's questions.
             # Score: every reward of every completion; a completion may stay without one.
-            trajectories = rollouts.take(step)
+            try:
+                trajectories = rollouts.take(step)
+            except EngineError:
+                # Nothing of this step has been trained, so the run can go on from here.
+                if saved < step:
+                    _save(run_dir, journal, config, algorithm, optimizer, rollouts, step)
+                raise
             batch = make_batch(trajectories, list(task.weights), list(task.weights.values()))
 
             # Advantages. The plan of the first epoch is made before, so that the log-probabilities

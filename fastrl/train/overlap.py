@@ -9,6 +9,7 @@ that sampled them are gone.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from fastrl.envs import EnvTask, Task, Trajectory
 from fastrl.train import checkpoint
 from fastrl.train.collect import Evaluation, collect, evaluate
 from fastrl.train.config import Config
+from fastrl.train.http_json import EngineError
 from fastrl.train.metrics import Timer
 from fastrl.train.models import Policy
 from fastrl.train.rollout import Engine
@@ -72,7 +74,13 @@ class Rollouts:
         if not overlap:
             with self._timer("sample"):
                 self._engine.update(checkpoint.weights(self._policy.model), step)
-            return self._collect(self._timer, step)
+            random_state = checkpoint.rng_tensors()
+            try:
+                return self._collect(self._timer, step)
+            except EngineError:
+                # What was scored before it failed is scored again when the run is resumed.
+                checkpoint.restore_rng(random_state)
+                raise
         with self._timer("sample"):
             self._begin(step, min(step + overlap, self._config.steps - 1))
             trajectories, seconds = self._ahead.popleft().result()
@@ -110,10 +118,15 @@ class Rollouts:
         return evaluate(self._config, self._task, self._policy, self._engine, step=step)
 
     def state(self) -> list[dict[str, Any]]:
-        """What a checkpoint must hold: the rollouts that wait for their step, in order."""
+        """What a checkpoint must hold: the rollouts that wait for their step, in order.
+
+        Those from one that failed on are left out, and sampled anew from the weights of the checkpoint.
+        """
+        wait(self._ahead)
+        whole = itertools.takewhile(lambda job: job.exception() is None, self._ahead)
         return [
             {"lines": [t.to_json() for t in r.trajectories], "seconds": r.seconds}
-            for r in (job.result() for job in self._ahead)
+            for r in (job.result() for job in whole)
         ]
 
     def load_state(self, step: int, state: Sequence[Mapping[str, Any]]) -> None:

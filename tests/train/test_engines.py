@@ -495,9 +495,10 @@ def test_a_run_survives_a_server_that_dies(small: Callable[..., Config], tmp_pat
     config = dataclasses.replace(
         config, engine=dataclasses.replace(config.engine, on_failure="raise")
     )
-    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, every=1))
     with again, pytest.raises(EngineError, match="status 500"):
         train(config, tmp_path / "ended")
+    (saved,) = (tmp_path / "ended/checkpoints").iterdir()
+    assert saved.name == "step_000001"
     with EngineServer("vllm", model, port=server.port):
         train(config, tmp_path / "ended", resume=True)
     assert_same_run(tmp_path / "whole", tmp_path / "ended", 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import threading
 import time
@@ -18,6 +19,7 @@ from fastrl.train import config as configs
 from fastrl.train.collect import make_task
 from fastrl.train.config import Config
 from fastrl.train.engines import make_engine
+from fastrl.train.http_json import EngineError
 from fastrl.train.loop import train
 from fastrl.train.metrics import Timer
 from fastrl.train.models import Policy, load_policy
@@ -41,6 +43,7 @@ class Recorder:
         self.sampled: list[int] = []
         self.sums: list[float] = []
         self.go = threading.Semaphore(10**6)
+        self.fails_at = -1
 
     def update(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         self.weights, self.version = weights, version
@@ -50,6 +53,8 @@ class Recorder:
 
     def generate(self, prompts: Any, *, samples: int, **_: Any) -> list[list[Completion]]:
         self.go.acquire()
+        if len(self.sampled) == self.fails_at:
+            raise EngineError("engine: gone")
         self.sampled.append(self.version)
         self.sums.append(sum(float(t.sum()) for t in self.weights.values()))
         return [[Completion([0], True, [-1.0], self.version)] * samples for _ in prompts]
@@ -137,13 +142,41 @@ def test_an_evaluation_has_the_newest_weights_and_no_company(small: Callable[...
 
 def test_an_error_of_the_sampler_ends_the_step_that_needs_it(small: Callable[..., Config]) -> None:
     rollouts, engine, _ = make(small("grpo", "steps=4", "rollout.overlap=1", *AHEAD))
+    engine.fails_at = 2
     with rollouts:
         rollouts.take(0)
-        eventually(lambda: len(engine.sampled) == 2)
-        engine.generate = None  # type: ignore[assignment, method-assign]
         rollouts.take(1)
-        with pytest.raises(TypeError, match="not callable"):
+        with pytest.raises(EngineError, match="gone"):
             rollouts.take(2)
+
+
+def test_a_checkpoint_leaves_out_what_failed(small: Callable[..., Config]) -> None:
+    rollouts, engine, _ = make(small("grpo", "steps=6", "rollout.overlap=3", *AHEAD))
+    engine.fails_at = 2
+    with rollouts:
+        rollouts.take(0)
+        assert len(rollouts.state()) == 1
+        rollouts.take(1)
+        assert rollouts.state() == []
+        with pytest.raises(EngineError, match="gone"):
+            rollouts.take(2)
+
+
+def test_a_rollout_that_failed_leaves_the_random_generators(
+    small: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draw_and_fail(*_: Any, **__: Any) -> None:
+        random.random()
+        torch.rand(())
+        raise EngineError("engine: gone after a first round was scored")
+
+    monkeypatch.setattr(overlap, "collect", draw_and_fail)
+    rollouts, _, _ = make(small("grpo"))
+    before = checkpoint.rng_tensors()
+    with rollouts, pytest.raises(EngineError, match="gone"):
+        rollouts.take(0)
+    after = checkpoint.rng_tensors()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_the_end_of_a_run_does_not_wait_for_a_server(
