@@ -43,6 +43,8 @@ class EngineServer:
         self.faults: list[Fault] = []
         self.load_faults: list[Fault] = []
         self.requests: list[tuple[str, Any]] = []
+        self.drops_prefixes: list[bool] = []
+        """Answers to /reset_prefix_cache; after them it says nothing, as older versions do."""
         self.versions: list[str] = []
         """Folders that were loaded."""
         self._policy = load_policy(model, seed=99, device=torch.device("cpu"))
@@ -99,7 +101,7 @@ class EngineServer:
             routes = {
                 ("vllm", "/server_info"): self._server_info,
                 ("vllm", "/collective_rpc"): self._collective_rpc,
-                ("vllm", "/reset_prefix_cache"): lambda _: None,
+                ("vllm", "/reset_prefix_cache"): self._reset_prefix_cache,
                 ("vllm", "/v1/completions"): self._completions,
                 ("sglang", "/update_weights_from_disk"): self._update_weights_from_disk,
                 ("sglang", "/generate"): self._generate,
@@ -144,6 +146,9 @@ class EngineServer:
         assert body["method"] == "reload_weights"
         self._load(body["kwargs"]["weights_path"])
         return {"results": [None]}
+
+    def _reset_prefix_cache(self, _: Any) -> Any:
+        return {"success": self.drops_prefixes.pop(0)} if self.drops_prefixes else None
 
     def _completions(self, body: Any) -> Any:
         assert body["top_p"] == body["repetition_penalty"] == 1

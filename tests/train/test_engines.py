@@ -347,6 +347,16 @@ def test_weights_that_cannot_be_loaded_end_the_run(tmp_path: Path) -> None:
         assert bench.generate()
 
 
+def test_old_prefixes_are_dropped_before_anything_is_sampled(tmp_path: Path) -> None:
+    with EngineServer("vllm", MODEL) as server:
+        bench = Bench(tmp_path, "vllm", [server.url], concurrency=1)
+        server.drops_prefixes = [False, True]
+        bench.generate(prompts=[[3]])
+        load = ["/server_info", "/collective_rpc", "/reset_prefix_cache"]
+        assert [path for path, _ in server.requests] == [*load, *load, "/v1/completions"]
+        assert "could not drop the old prefixes" in bench.said[0]
+
+
 def test_a_server_that_is_down_leaves_its_share_to_the_others(tmp_path: Path) -> None:
     with EngineServer("vllm", MODEL) as one:
         two = EngineServer("vllm", MODEL)

@@ -128,9 +128,11 @@ def test_training_goes_on_while_the_next_rollout_is_sampled(small: Callable[...,
 
 def test_an_evaluation_has_the_newest_weights_and_no_company(small: Callable[..., Config]) -> None:
     rollouts, engine, policy = make(small("grpo", "steps=4", "rollout.overlap=2", *AHEAD))
+    engine.go = threading.Semaphore(1)
     with rollouts:
         rollouts.take(0)
         train_a_little(policy)
+        threading.Timer(0.1, engine.go.release, [10]).start()
         evaluation = rollouts.evaluate(1)
         # The rollouts of steps 1 and 2 were finished before, and the next one has its own weights.
         assert engine.sampled == [0, 0, 0, 1]
