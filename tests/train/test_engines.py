@@ -150,6 +150,9 @@ def test_leftover_weights_go_and_other_folders_stay(tmp_path: Path) -> None:
     Bench(tmp_path, "vllm", ["http://127.0.0.1:1"])
     (own,) = (tmp_path / "weights").iterdir()
     assert own.name.startswith("step_000000_")
+    # Another run of the same step has another name: servers may keep what they know about a path.
+    Bench(tmp_path, "vllm", ["http://127.0.0.1:1"])
+    assert next((tmp_path / "weights").iterdir()).name != own.name
     Bench(tmp_path, "vllm", ["http://127.0.0.1:1"], weights_dir=str(tmp_path / "shared"))
     assert len(list((tmp_path / "shared").iterdir())) == 2
 
@@ -355,6 +358,16 @@ def test_old_prefixes_are_dropped_before_anything_is_sampled(tmp_path: Path) -> 
         load = ["/server_info", "/collective_rpc", "/reset_prefix_cache"]
         assert [path for path, _ in server.requests] == [*load, *load, "/v1/completions"]
         assert "could not drop the old prefixes" in bench.said[0]
+
+
+def test_one_attempt_to_load_counts_for_all_that_wait(tmp_path: Path) -> None:
+    with EngineServer("vllm", MODEL) as server:
+        bench = Bench(tmp_path, "vllm", [server.url], retries=1, concurrency=4)
+        server.load_faults = [lambda _: Reply(500, b"out of memory", seconds=0.2)] * 20
+        with pytest.raises(EngineError, match=r"500: out of memory.*attempt 2 in"):
+            bench.generate()
+        # Four requests with two attempts each; a third load is for one that came late.
+        assert len(server.paths("/collective_rpc")) <= 3
 
 
 def test_a_server_that_is_down_leaves_its_share_to_the_others(tmp_path: Path) -> None:

@@ -16,9 +16,12 @@ import torch
 from fastrl.envs import Trajectory
 from fastrl.train import checkpoint, overlap
 from fastrl.train import config as configs
+from fastrl.train.batch import make_batch
 from fastrl.train.collect import make_task
 from fastrl.train.config import Config
 from fastrl.train.engines import make_engine
+from fastrl.train.figures import with_logprobs
+from fastrl.train.grpo import Targets
 from fastrl.train.http_json import EngineError
 from fastrl.train.loop import train
 from fastrl.train.metrics import Timer
@@ -213,6 +216,18 @@ def test_what_waits_comes_back_as_it_was(small: Callable[..., Config]) -> None:
         assert again.take(3)[0].policy_step == 2
         eventually(lambda: len(engine.sampled) == 3)
         assert engine.sampled == [1, 2, 3]
+
+
+def test_samples_of_old_weights_are_recorded_with_their_own_logprobs(
+    small: Callable[..., Config],
+) -> None:
+    rollouts, _, _ = make(small("grpo", "rollout.overlap=1", *AHEAD))
+    with rollouts:
+        fresh, stale = rollouts.take(0)[0], rollouts.take(1)[0]
+    batch = make_batch([fresh, stale], list(fresh.reward_parts))
+    targets = Targets(torch.full((2, 1), -2.0), torch.zeros(2, 1), None)
+    kept = with_logprobs([fresh, stale], targets, batch, small("grpo"))
+    assert [t.logprobs for t in kept] == [(-2.0,), (-1.0,)]
 
 
 # --- whole runs --------------------------------------------------------------------------------
