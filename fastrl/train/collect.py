@@ -18,7 +18,7 @@ from fastrl.train.episodes import play
 from fastrl.train.journal import Journal
 from fastrl.train.metrics import Timer
 from fastrl.train.models import Policy, load_policy
-from fastrl.train.rollout import Generator, TransformersGenerator
+from fastrl.train.rollout import Generator, TransformersGenerator, older_step
 from fastrl.train.scoring import score
 from fastrl.train.seeding import derived_seed, set_up
 
@@ -172,9 +172,10 @@ def _answers(
             reward_parts=parts,
             finished=finished,
             step=step,
+            policy_step=older_step(version, step),
             error=error,
         )
-        for (uid, question, text, prompt, (tokens, finished, logprobs)), completion, (
+        for (uid, question, text, prompt, (tokens, finished, logprobs, version)), completion, (
             parts,
             error,
         ) in zip(answered, decoded, scores, strict=True)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from fastrl.train.options import EnvConfig, FilterConfig
+from fastrl.train.options import CorrectionConfig, EngineConfig, EnvConfig, FilterConfig
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -112,6 +112,9 @@ class RolloutConfig:
     """Softmax temperature of sampling and of every log-probability trained on."""
     batch_size: int = 256
     """Most sequences that are sampled side by side."""
+    overlap: int = 0
+    """Steps that sampling runs ahead of training; the weights that sample are then this many steps
+    old. 0 samples and trains in turn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,6 +301,10 @@ class Config:
     """Which groups are trained on."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Sampling."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    """What samples."""
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    """Weights of tokens that another policy or another engine sampled."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimiser."""
     loss: LossConfig = field(default_factory=LossConfig)
@@ -338,6 +345,11 @@ class Config:
             raise ValueError(
                 f"config: rollout.temperature must be positive, got {self.rollout.temperature}; "
                 "for greedy evaluation set eval.greedy = true instead"
+            )
+        if self.rollout.overlap < 0 or (self.rollout.overlap and self.correction.kind == "none"):
+            raise ValueError(
+                f"config: rollout.overlap = {self.rollout.overlap} must be 0, or positive with a "
+                f'correction for old weights, got correction.kind = "{self.correction.kind}"; set "tis"'
             )
         if self.optim.mini_batches > self.rollout.prompts:
             raise ValueError(

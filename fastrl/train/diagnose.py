@@ -127,9 +127,9 @@ _RULES: tuple[_Rule, ...] = (
     _Rule(
         "the sampler disagrees with the trainer",
         "sampler/logp_gap",
-        lambda v, c: _now(v) > 0.05,
+        lambda v, c: c.correction.kind == "none" and _now(v) > 0.05,
         "sampled tokens had other log-probabilities in the engine than in training, so the data is off policy",
-        "one precision for both; weights pushed after every step; truncated importance sampling",
+        'one precision for both, or correction.kind = "tis" (truncated importance sampling)',
     ),
     _Rule(
         "updates are too large",

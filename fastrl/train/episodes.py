@@ -16,7 +16,7 @@ from fastrl.train.config import Config
 from fastrl.train.guard import call_all
 from fastrl.train.metrics import Timer
 from fastrl.train.models import Policy
-from fastrl.train.rollout import Completion, Generator
+from fastrl.train.rollout import Completion, Generator, older_step
 
 __all__ = ["play"]
 
@@ -130,6 +130,7 @@ class _Episode:
         self._ids: list[int] = []
         self._mask: list[int] = []
         self._logprobs: list[float] | None = []
+        self._version: int | None = None
         self._turns: list[Turn] = []
         self._result: StepResult | None = None
         self._parts: dict[str, float | None] = dict.fromkeys(task.weights)
@@ -184,6 +185,7 @@ class _Episode:
         text = policy.decode(completion.token_ids)
         start = len(self._ids)
         self._ids += completion.token_ids
+        self._version = completion.version
         self._mask += [1] * len(completion.token_ids)
         if completion.logprobs is None:
             self._logprobs = None
@@ -246,6 +248,7 @@ class _Episode:
             reward_parts=self._parts,
             finished=self.status == "finished",
             step=step,
+            policy_step=older_step(self._version, step),
             turns=tuple(self._turns),
             messages=tuple(self._messages),
             status=self.status or "finished",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fastrl.train.advantages import group_advantages
 from fastrl.train.batch import Batch, MicroBatch, MiniBatch, fill
 from fastrl.train.config import Config
+from fastrl.train.correction import correct
 from fastrl.train.forward import policy_loss, policy_outputs
 from fastrl.train.metrics import StepMetrics, Timer
 from fastrl.train.models import Policy
@@ -29,6 +30,7 @@ class Targets(NamedTuple):
     old_logp: Tensor
     advantages: Tensor
     ref_logp: Tensor | None
+    is_weights: Tensor | None = None
 
 
 class GRPO:
@@ -67,7 +69,13 @@ class GRPO:
         with self.timer("fastrl"):
             advantages = group_advantages(batch, self.config.grpo)
         advantages = advantages.to(old_logp)
-        return Targets(old_logp, advantages, ref_logp[0] if ref_logp else None)
+        corrected = correct(self.config, batch, old_logp)
+        return Targets(
+            old_logp,
+            advantages,
+            ref_logp[0] if ref_logp else None,
+            None if corrected is None else corrected.weights,
+        )
 
     def loss(
         self, micro: MicroBatch, mini: MiniBatch, targets: Targets, metrics: StepMetrics
@@ -77,12 +85,14 @@ class GRPO:
         old_logp, advantages = (
             t.flatten()[micro.batch_index] for t in (targets.old_logp, targets.advantages)
         )
-        ref_logp = None
-        if targets.ref_logp is not None:
-            ref_logp = targets.ref_logp.flatten()[micro.batch_index]
+        ref_logp, is_weights = (
+            None if t is None else t.flatten()[micro.batch_index]
+            for t in (targets.ref_logp, targets.is_weights)
+        )
         result, _ = policy_loss(
             *(self.policy, micro, self.config, self.timer, old_logp, advantages),
             ref_logp=ref_logp,
+            is_weights=is_weights,
             kl=None if ref_logp is None else kl.estimator,
             kl_grad=kl.grad,
             kl_coef=kl.coef,

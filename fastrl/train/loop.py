@@ -1,7 +1,8 @@
 """The training loop, top to bottom: collect, score, advantages, mini-batches, loss, step, log.
 
-What is left out on purpose: no distributed launcher, no asynchronous sampling, no reward model server.
-PPO and GRPO are two files with one interface (`Algorithm`); everything they share is here.
+What is left out on purpose: no distributed launcher, no reward model server. What is sampled comes step
+by step from engines.py or rollout.py, or from overlap.py, which runs ahead. PPO and GRPO are two files with
+one interface (`Algorithm`); everything they share is here.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from torch import Tensor, nn
 
 from fastrl.train import checkpoint
 from fastrl.train.batch import Batch, MicroBatch, MiniBatch, make_batch, plan_updates
-from fastrl.train.collect import collect, evaluate, make_task
+from fastrl.train.collect import make_task
 from fastrl.train.config import Config
 from fastrl.train.diagnose import Watch
+from fastrl.train.engines import make_engine
 from fastrl.train.figures import (
     check_finite,
     rollout_metrics,
@@ -32,11 +34,12 @@ from fastrl.train.figures import (
     with_logprobs,
 )
 from fastrl.train.grpo import GRPO
+from fastrl.train.http_json import EngineError
 from fastrl.train.journal import Journal
 from fastrl.train.metrics import StepMetrics, Timer
 from fastrl.train.models import load_policy
+from fastrl.train.overlap import Rollouts
 from fastrl.train.ppo import PPO
-from fastrl.train.rollout import TransformersGenerator
 from fastrl.train.seeding import set_up
 from fastrl.train.storage import check_writable
 
@@ -72,7 +75,8 @@ def train(config: Config, run_dir: Path, *, resume: bool = False) -> Outcome:
 
     Raises ValueError when the folder already holds a run and `resume` is not set, when none of its
     checkpoints can be read, or when the configuration does not fit; StorageError (an OSError) when the
-    folder cannot be written; FloatingPointError when the loss is no longer finite.
+    folder cannot be written; FloatingPointError when the loss is no longer finite; EngineError, after
+    a checkpoint, when no server samples.
     """
     check_writable(run_dir)
     _refuse_to_overwrite(run_dir, resume)
@@ -83,22 +87,25 @@ def train(config: Config, run_dir: Path, *, resume: bool = False) -> Outcome:
     timer = Timer()
     algorithms: dict[str, type[GRPO] | type[PPO]] = {"grpo": GRPO, "ppo": PPO}
     algorithm: Algorithm = algorithms[config.algorithm](config, policy, timer)
-    generator = TransformersGenerator(policy, config.model, batch_size=config.rollout.batch_size)
     optimizer = _optimizer(config, algorithm)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     max_norm = math.inf if config.optim.max_grad_norm is None else config.optim.max_grad_norm
     journal = Journal(run_dir, config)
-    start, evaluated = _resume(run_dir, journal, algorithm, optimizer) if resume else (0, -1)
+    engine = make_engine(config, policy, run_dir, journal.say)
+    rollouts = Rollouts(config, task, policy, engine, timer)
+    start, evaluated = (
+        _resume(run_dir, journal, algorithm, optimizer, rollouts) if resume else (0, -1)
+    )
     journal.open(start, evaluated=evaluated)
 
     watch = Watch(config)
     limit = math.inf if config.time_limit is None else config.time_limit
     began = time.perf_counter()
 
-    with journal, _stop_signals(journal) as stopped_by:
+    with journal, rollouts, _stop_signals(journal) as stopped_by:
         step = saved = start
         if evaluated < 0 and config.eval.size:
-            journal.evaluation(*evaluate(config, task, policy, generator, step=0))
+            journal.evaluation(*rollouts.evaluate(0))
             evaluated = 0
         while step < config.steps and not stopped_by:
             started = time.perf_counter()
@@ -109,7 +116,13 @@ def train(config: Config, run_dir: Path, *, resume: bool = False) -> Outcome:
 
             # Collect: several completions of each of this step's questions.
             # Score: every reward of every completion; a completion may stay without one.
-            trajectories = collect(config, task, policy, generator, timer, step=step)
+            try:
+                trajectories = rollouts.take(step)
+            except EngineError:
+                # Nothing of this step has been trained, so the run can go on from here.
+                if saved < step:
+                    _save(run_dir, journal, config, algorithm, optimizer, rollouts, step, evaluated)
+                raise
             batch = make_batch(trajectories, list(task.weights), list(task.weights.values()))
 
             # Advantages. The plan of the first epoch is made before, so that the log-probabilities
@@ -141,9 +154,9 @@ def train(config: Config, run_dir: Path, *, resume: bool = False) -> Outcome:
             with timer("forward_backward"):
                 figures = metrics.result()
             algorithm.finish(figures)
-            figures |= rollout_metrics(config, trajectories, batch)
+            figures |= rollout_metrics(config, trajectories, batch) | rollouts.figures
             if has_tokens:
-                figures |= sampler_metrics(batch, targets.old_logp)
+                figures |= sampler_metrics(config, batch, targets.old_logp)
             figures["optim/lr"] = optimizer.param_groups[0]["lr"]
             figures |= times(timer, time.perf_counter() - started, trajectories)
             journal.metrics({"step": step, **figures})
@@ -154,17 +167,17 @@ def train(config: Config, run_dir: Path, *, resume: bool = False) -> Outcome:
                 kept = with_logprobs(trajectories, targets if has_tokens else None, batch, config)
                 journal.samples(kept)
             if config.eval.size and _is_due(step, config.eval.every):
-                journal.evaluation(*evaluate(config, task, policy, generator, step=step))
+                journal.evaluation(*rollouts.evaluate(step))
                 evaluated = step
             if _is_due(step, config.checkpoint.every):
-                _save(run_dir, journal, config, algorithm, optimizer, step, evaluated)
+                _save(run_dir, journal, config, algorithm, optimizer, rollouts, step, evaluated)
                 saved = step
 
         if config.eval.size and evaluated < step and not stopped_by:
-            journal.evaluation(*evaluate(config, task, policy, generator, step=step))
+            journal.evaluation(*rollouts.evaluate(step))
             evaluated = step
         if saved < step and (stopped_by or config.checkpoint.final):
-            _save(run_dir, journal, config, algorithm, optimizer, step, evaluated)
+            _save(run_dir, journal, config, algorithm, optimizer, rollouts, step, evaluated)
         if stopped_by:
             journal.say(f"stopped after step {step}; --resume continues from here")
         return Outcome(step, stopped_by[0] if stopped_by else 0)
@@ -207,17 +220,20 @@ def _save(
     config: Config,
     algorithm: Algorithm,
     optimizer: torch.optim.Optimizer,
+    rollouts: Rollouts,
     step: int,
     evaluated: int,
 ) -> None:
     """`evaluated` is the step of the last evaluation, because the final one comes after a checkpoint."""
     journal.sync()
+    # First, because scoring what is still on its way may draw random numbers.
+    ahead = rollouts.state()
     tensors = {
         **{f"{n}.safetensors": checkpoint.weights(m) for n, m in algorithm.modules().items()},
         "optimizer.safetensors": checkpoint.optimizer_tensors(optimizer),
         "rng.safetensors": checkpoint.rng_tensors(),
     }
-    state = {"algorithm": algorithm.state(), "evaluated": evaluated}
+    state = {"algorithm": algorithm.state(), "evaluated": evaluated, "rollouts": ahead}
     path = checkpoint.save(
         run_dir / "checkpoints", step, tensors, state, keep=config.checkpoint.keep
     )
@@ -225,7 +241,11 @@ def _save(
 
 
 def _resume(
-    run_dir: Path, journal: Journal, algorithm: Algorithm, optimizer: torch.optim.Optimizer
+    run_dir: Path,
+    journal: Journal,
+    algorithm: Algorithm,
+    optimizer: torch.optim.Optimizer,
+    rollouts: Rollouts,
 ) -> tuple[int, int]:
     """The step to continue from, with everything put back as it was after it, and the last evaluated."""
     found = checkpoint.load_latest(run_dir / "checkpoints", journal.say)
@@ -237,6 +257,7 @@ def _resume(
     checkpoint.load_optimizer(optimizer, found.file("optimizer.safetensors"))
     checkpoint.restore_rng(found.file("rng.safetensors"))
     algorithm.load_state(found.state["algorithm"])
+    rollouts.load_state(found.step, found.state.get("rollouts", []))
     journal.say(f"resumed from {found.path}")
     return found.step, found.state["evaluated"]
 

@@ -52,6 +52,19 @@ METRICS: tuple[Metric, ...] = (
         "mean over tokens of |log p of the trainer - log p of the sampler|",
         "nats",
     ),
+    Metric("sampler/kl_k1", "mean over tokens of -l, l = log p trainer - log p sampler", "nats"),
+    Metric("sampler/kl_k3", "mean over tokens of exp(l) - 1 - l", "nats"),
+    Metric("sampler/ess", "(sum of exp(l))^2 / (tokens x sum of exp(2 l))", "share"),
+    Metric("sampler/ratio_max", "largest exp(l) of the step", "1"),
+    Metric(
+        "sampler/staleness", "mean over completions of steps between sampling and training", "steps"
+    ),
+    Metric("correction/weight_mean", "mean over tokens of the importance weights", "1"),
+    Metric("correction/weight_max", "largest importance weight after its bounds", "1"),
+    Metric("correction/ess", "(sum of weights)^2 / (tokens x sum of squared weights)", "share"),
+    Metric(
+        "correction/truncated", "tokens whose weight was beyond correction.low or high", "share"
+    ),
     Metric(
         "completion/length_mean", "tokens sampled, tool outputs left out / completions", "tokens"
     ),
@@ -97,7 +110,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("optim/lr", "learning rate of the policy", "1"),
     Metric("optim/updates", "optimiser steps", "count"),
     Metric("throughput/tokens_per_second", "tokens sampled / time/step", "tokens/s"),
-    Metric("time/sample", "sampling completions", "s"),
+    Metric("time/sample", "sampling completions, or waiting for them with rollout.overlap", "s"),
     Metric("time/score", "computing rewards", "s"),
     Metric(
         "time/forward_backward", "forward and backward passes, forward of fastrl ops left out", "s"
@@ -109,6 +122,11 @@ METRICS: tuple[Metric, ...] = (
         "s",
     ),
     Metric("time/other", "time/step less the parts above", "s"),
+    Metric(
+        "time/background",
+        "sampling and scoring of this rollout beside earlier steps (rollout.overlap)",
+        "s",
+    ),
     Metric("time/step", "the step without evaluation and checkpoints", "s"),
 )
 

@@ -1,11 +1,14 @@
-"""Sections of the configuration for environments and for filtering groups; a sentence under each field, as in config.py."""
+"""Sections of the configuration for environments, filtering groups, engines and the correction of what they sample.
+
+A sentence under each field, as in config.py.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["EnvConfig", "FilterConfig"]
+__all__ = ["CorrectionConfig", "EngineConfig", "EnvConfig", "FilterConfig"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,3 +48,76 @@ class FilterConfig:
     sampling, DAPO)."""
     max_rounds: int = 4
     """Most rounds of sampling in a step; what is then missing stays missing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """What samples completions: the model in training, or servers that it hands its weights to."""
+
+    kind: Literal["transformers", "vllm", "sglang"] = "transformers"
+    """The model in this process, or vLLM or SGLang over HTTP."""
+    urls: tuple[str, ...] = ()
+    """Servers, for example "http://localhost:8000"; requests are spread over them."""
+    autocast: Literal["model", "none", "bfloat16"] = "model"
+    """transformers: precision of the matrix products while sampling; "model" is that of training."""
+    concurrency: int = 64
+    """Most requests on the way; a request asks for the samples of one prompt."""
+    timeout: float = 600.0
+    """Longest time of a request, the loading of weights among them, in seconds."""
+    retries: int = 4
+    """Further attempts after a lost connection, a timeout or an HTTP status of 500 and above."""
+    backoff: float = 0.5
+    """Seconds before the first further attempt; twice as many before each one after, 30 at most."""
+    on_failure: Literal["raise", "wait"] = "raise"
+    """When these attempts are used up: raise ends the run; wait goes on until a server is back."""
+    wait_limit: float = 3600.0
+    """Seconds after which wait ends the run too."""
+    weights_dir: str | None = None
+    """Folder that trainer and servers see under the same path, for the weights on their way;
+    "weights" in the folder of the run if "none"."""
+
+    def __post_init__(self) -> None:
+        if self.kind != "transformers" and not self.urls:
+            raise ValueError(
+                f'config: engine.kind = "{self.kind}" needs engine.urls, got none; name the servers, '
+                'for example ["http://localhost:8000"]'
+            )
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(
+                    f"config: engine.urls must begin with http:// or https://, got {url!r}"
+                )
+        for key, lowest in {"concurrency": 1, "retries": 0, "backoff": 0, "wait_limit": 0}.items():
+            if getattr(self, key) < lowest:
+                raise ValueError(
+                    f"config: engine.{key} must be at least {lowest}, got {getattr(self, key)}"
+                )
+        if self.timeout <= 0:
+            raise ValueError(f"config: engine.timeout must be positive, got {self.timeout}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorrectionConfig:
+    """Importance weights p(trainer) / p(sampler) of `fastrl.surrogates.rollout_correction`."""
+
+    kind: Literal["none", "tis", "mis", "icepop"] = "none"
+    """tis lowers weights above `high` to it (truncated importance sampling), mis and icepop put
+    those out of bounds to 0."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """A weight per token, per completion (product over its tokens), or the geometric mean of it."""
+    low: float | None = None
+    """Lower bound; icepop must have one (0.5 in its paper)."""
+    high: float = 2.0
+    """Upper bound (5.0 in icepop's paper)."""
+
+    def __post_init__(self) -> None:
+        if self.high <= max(self.low or 0.0, 0.0):
+            raise ValueError(
+                f"config: correction.high must be above 0 and correction.low = {self.low}, got {self.high}"
+            )
+        if self.kind == "icepop" and (self.low is None or self.level != "token"):
+            raise ValueError(
+                "config: icepop bounds the weights of tokens on both sides, got correction.low = "
+                f'{self.low} and correction.level = "{self.level}"; set low = 0.5 and level = "token", '
+                'or kind = "mis"'
+            )

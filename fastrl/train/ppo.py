@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import fastrl
 from fastrl.train.batch import Batch, MicroBatch, MiniBatch, fill
 from fastrl.train.config import Config
+from fastrl.train.correction import correct
 from fastrl.train.forward import policy_loss, policy_outputs, values_of
 from fastrl.train.metrics import StepMetrics, Timer
 from fastrl.train.models import Policy, ValueModel
@@ -30,6 +31,7 @@ class Targets(NamedTuple):
     advantages: Tensor
     old_values: Tensor
     returns: Tensor
+    is_weights: Tensor | None = None
 
 
 class PPO:
@@ -97,7 +99,9 @@ class PPO:
             )
             if options.whiten:
                 advantages = fastrl.whiten(advantages, mask)
-        return Targets(old_logp, advantages, values, returns)
+        corrected = correct(self.config, batch, old_logp)
+        weights = None if corrected is None else corrected.weights
+        return Targets(old_logp, advantages, values, returns, weights)
 
     def loss(
         self, micro: MicroBatch, mini: MiniBatch, targets: Targets, metrics: StepMetrics
@@ -106,12 +110,18 @@ class PPO:
         options, ppo = self.config.loss, self.config.ppo
         warming_up = self.num_steps < ppo.warmup_steps
         old_logp, advantages, old_values, returns = (
-            t.flatten()[micro.batch_index] for t in targets
+            t.flatten()[micro.batch_index]
+            for t in (targets.old_logp, targets.advantages, targets.old_values, targets.returns)
         )
+        is_weights = None
+        if targets.is_weights is not None:
+            is_weights = targets.is_weights.flatten()[micro.batch_index]
         denom = mini.denominator(options.agg, self.config.rollout.max_new_tokens)
         with torch.set_grad_enabled(not warming_up):
             policy_result, hidden = policy_loss(
-                *(self.policy, micro, self.config, self.timer, old_logp, advantages), denom=denom
+                *(self.policy, micro, self.config, self.timer, old_logp, advantages),
+                is_weights=is_weights,
+                denom=denom,
             )
         values = values_of(self.critic, micro, self.config, hidden)
         with self.timer("fastrl"):

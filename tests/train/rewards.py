@@ -49,6 +49,11 @@ def length(question: Question, completion: str) -> float:
     return float(len(completion))
 
 
+def random_number(question: Question, completion: str) -> float:
+    """From the generator that everybody shares, so who is asked when shows."""
+    return random.random()
+
+
 def noisy_position(question: Question, completion: str) -> float:
     """`position_match` and a little noise from Python's generator, which a resumed run must draw again."""
     return position_match(question, completion) + 0.1 * random.random()
