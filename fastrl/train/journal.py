@@ -26,7 +26,7 @@ from fastrl.train import config as configs
 from fastrl.train.config import Config
 from fastrl.train.metrics import check_names
 
-__all__ = ["Journal"]
+__all__ = ["Journal", "Silent"]
 
 _FILES = ("metrics.jsonl", "eval.jsonl", "samples.jsonl", "eval_samples.jsonl")
 
@@ -134,6 +134,34 @@ class Journal:
         line = {k: None if not math.isfinite(v) else v for k, v in record.items()}
         with open(self._run_dir / name, "a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
+
+
+class Silent(Journal):
+    """The journal of a rank that keeps none: the first rank writes and speaks for all."""
+
+    def open(self, start: int) -> None:
+        """Nothing."""
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing."""
+
+    def say(self, message: str) -> None:
+        """Nothing."""
+
+    def metrics(self, metrics: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def evaluation(self, result: Mapping[str, float], trajectories: Sequence[Trajectory]) -> None:
+        """Nothing."""
+
+    def samples(self, trajectories: Sequence[Trajectory]) -> None:
+        """Nothing."""
+
+    def sync(self) -> None:
+        """Nothing."""
 
 
 def _cut(path: Path, last: int) -> None:

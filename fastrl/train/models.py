@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,9 @@ __all__ = [
     "keys_and_values",
     "load_policy",
 ]
+
+
+T = TypeVar("T")
 
 
 class Inputs(NamedTuple):
@@ -60,6 +64,10 @@ class Policy(nn.Module):
         self.eos_ids: tuple[int, ...] = tuple(ends) if isinstance(ends, list) else (int(ends),)
         pad = tokenizer.pad_token_id
         self.pad_id: int = self.eos_ids[0] if pad is None else int(pad)
+
+    def forward(self, compute: Callable[[], T]) -> T:
+        """What `compute` returns, which uses trunk and head. Sharded weights are whole meanwhile."""
+        return compute()
 
     @property
     def trunk(self) -> nn.Module:
@@ -149,6 +157,10 @@ class ValueModel(nn.Module):
         # Zero, so that the first advantages are the plain returns and not the noise of a random head.
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
+
+    def forward(self, compute: Callable[[], T]) -> T:
+        """What `compute` returns, as in `Policy`."""
+        return compute()
 
     def score(self, hidden: Tensor) -> Tensor:
         """Values [...] of hidden states [..., H], in the precision of the weights."""

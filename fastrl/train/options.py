@@ -1,11 +1,11 @@
-"""Sections of the configuration for environments and for filtering groups; a sentence under each field, as in config.py."""
+"""Sections of the configuration for environments, filtering groups and several processes; a sentence under each field, as in config.py."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["EnvConfig", "FilterConfig"]
+__all__ = ["EnvConfig", "FilterConfig", "ScaleConfig"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,3 +45,15 @@ class FilterConfig:
     sampling, DAPO)."""
     max_rounds: int = 4
     """Most rounds of sampling in a step; what is then missing stays missing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScaleConfig:
+    """Several processes, started by torchrun; read when there is more than one."""
+
+    strategy: Literal["ddp", "fsdp2"] = "ddp"
+    """"ddp": every process holds all weights; "fsdp2": each holds a shard of weights, gradients and the
+    optimiser's state, and the whole only of the layer it computes, and of all layers while it samples."""
+    timeout: float = 1800.0
+    """Seconds that a process waits for another one, which is then taken for lost; more than the longest
+    difference in the time that two of them sample."""
