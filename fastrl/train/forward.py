@@ -117,7 +117,8 @@ def values_of(
     critic: ValueModel, micro: MicroBatch, config: Config, policy_hidden: Tensor
 ) -> Tensor:
     """Values [N] of the states before each trained token, from the critic's own trunk if it has one."""
-    return cast(Tensor, critic(partial(_values, critic, micro, config, policy_hidden)))
+    values = critic(partial(_values, critic, micro, config, policy_hidden))
+    return cast(Tensor, values).squeeze(-1)
 
 
 def _values(critic: ValueModel, micro: MicroBatch, config: Config, policy_hidden: Tensor) -> Tensor:

@@ -163,10 +163,10 @@ class ValueModel(nn.Module):
         return compute()
 
     def score(self, hidden: Tensor) -> Tensor:
-        """Values [...] of hidden states [..., H], in the precision of the weights."""
+        """Values [..., 1] of hidden states [..., H], in the precision of the weights."""
         # bfloat16 has too few digits for the difference of two values.
         with torch.autocast(hidden.device.type, enabled=False):
-            return cast(Tensor, self.head(hidden.to(self.head.weight.dtype))).squeeze(-1)
+            return cast(Tensor, self.head(hidden.to(self.head.weight.dtype)))
 
 
 def completion_hidden(trunk: nn.Module, inputs: Inputs, *, share_prompts: bool) -> Tensor:

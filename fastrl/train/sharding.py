@@ -51,14 +51,14 @@ def spread(networks: Sequence[nn.Module], config: ScaleConfig, world: World) -> 
     for network in networks:
         # The name that transformers gives to what must not be split over devices: its layers.
         layers = {n for m in network.modules() for n in getattr(m, "_no_split_modules", None) or ()}
-        for module in list(network.modules()):
-            if module is network or type(module).__name__ in layers:
-                fully_shard(module, mesh=mesh, reshard_after_forward=True)
-        # The network itself last, with what no layer owns: embeddings, the last norm, the head.
-        for module in _shards(network):
-            module.set_gradient_divide_factor(1.0)
+        for module in [m for m in network.modules() if type(m).__name__ in layers]:
+            fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        # What no layer owns: embeddings, the last norm, the head.
+        fully_shard(network, mesh=mesh, reshard_after_forward=True)
+        for shard in _shards(network):
+            shard.set_gradient_divide_factor(1.0)
             # gloo has no reduction that multiplies as well.
-            module.set_force_sum_reduction_for_comms(True)
+            shard.set_force_sum_reduction_for_comms(True)
 
 
 def _shards(network: nn.Module) -> list[FSDPModule]:
@@ -106,7 +106,8 @@ def sum_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
     while gradients:
-        size, bucket = 0, []
+        size = 0
+        bucket: list[Tensor] = []
         while gradients and (not bucket or size + gradients[0].numel() <= _BUCKET):
             bucket.append(gradients.pop(0))
             size += bucket[-1].numel()

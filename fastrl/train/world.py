@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -128,8 +127,9 @@ def connect(config: Config) -> Iterator[World]:
             "unset WORLD_SIZE for one process"
         )
     world = World(int(os.environ["RANK"]), size, int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(_backend(config, world), timeout=_timeout(config))
+    backend = _backend(config, world)
     try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=config.scale.timeout))
         yield world
     except RuntimeError as error:
         if not _is_of_connection(error):
@@ -162,10 +162,6 @@ def _backend(config: Config, world: World) -> str:
         )
     torch.cuda.set_device(world.local_rank)
     return "cpu:gloo,cuda:nccl"
-
-
-def _timeout(config: Config) -> timedelta:
-    return timedelta(seconds=math.ceil(config.scale.timeout))
 
 
 def _is_of_connection(error: RuntimeError) -> bool:
