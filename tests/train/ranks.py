@@ -1,7 +1,7 @@
-"""One of the processes of ``test_world``: trains several configurations one after another.
+"""One of the processes of ``test_world``: does several runs one after another.
 
 ``python -m tests.train.ranks JOBS.json``, started with the environment that torchrun makes; JOBS.json
-holds pairs of a configuration file and a run folder, and whether the run is resumed.
+holds keyword arguments of `main`. Starting a process takes longer than a run does.
 """
 
 from __future__ import annotations
@@ -10,20 +10,25 @@ import json
 import os
 import sys
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from fastrl.train import config as configs
 from fastrl.train.loop import train
+from tests.train import rewards
 
 
-def main(jobs: list[tuple[str, str, bool]]) -> None:
-    torch.set_num_threads(1)
-    port = int(os.environ["MASTER_PORT"])
-    for i, (config, run_dir, resume) in enumerate(jobs):
-        os.environ["MASTER_PORT"] = str(port + i)
-        train(configs.load(Path(config)), Path(run_dir), resume=resume)
+def main(config: str, run_dir: str, *, resume: bool = False, signal_at: str = "0:0") -> list[int]:
+    """One run; how it ended."""
+    rewards.restart_counting()
+    os.environ[rewards.SIGNAL_AT] = signal_at
+    return list(train(configs.load(Path(config)), Path(run_dir), resume=resume))
 
 
 if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()))
+    jobs: list[dict[str, Any]] = json.loads(Path(sys.argv[1]).read_text())
+    outcomes = []
+    for number, job in enumerate(jobs):
+        # torchrun counts so when it starts the processes again: what is in the store then is another's.
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+        outcomes.append(main(**job))
+    Path(f"{sys.argv[1]}.{os.environ['RANK']}").write_text(json.dumps(outcomes))
