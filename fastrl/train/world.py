@@ -113,36 +113,51 @@ ALONE = World()
 def connect(config: Config) -> Iterator[World]:
     """The world that ``torchrun`` described in the environment; `ALONE` without one.
 
-    Raises ValueError when that description or the devices do not fit, and ConnectionError when another
-    process was lost, at the latest `scale.timeout` seconds after.
+    A process group that is there already is used and left as it is, its own timeout included. Raises
+    ValueError when the description or the devices do not fit, and ConnectionError when another process
+    was lost, at the latest `scale.timeout` seconds after.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
+    joined = dist.is_initialized()
+    world = _of_group() if joined else _of_environment()
+    if world.size == 1:
         yield ALONE
         return
-    names = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    if missing := [name for name in names if name not in os.environ]:
-        raise ValueError(
-            f"scale: WORLD_SIZE is {size}, but {', '.join(missing)} is not set; start with torchrun, or "
-            "unset WORLD_SIZE for one process"
-        )
-    world = World(int(os.environ["RANK"]), size, int(os.environ["LOCAL_RANK"]))
     backend = _backend(config, world)
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=config.scale.timeout))
+        if not joined:
+            dist.init_process_group(backend, timeout=timedelta(seconds=config.scale.timeout))
         yield world
     except RuntimeError as error:
         if not _is_of_connection(error):
             raise
         # The group is left as it is: to end it would be to wait for the process that was lost.
         raise ConnectionError(
-            f"scale: rank {world.rank} of {size} lost another process, which ended or said nothing for "
-            f"scale.timeout = {config.scale.timeout:g} s; what it printed says why; --resume continues "
+            f"scale: rank {world.rank} of {world.size} lost another process, which ended or said nothing "
+            f"for scale.timeout = {config.scale.timeout:g} s; what it printed says why; --resume continues "
             f"from the last checkpoint ({str(error).splitlines()[0]})"
         ) from error
-    # An error of this process's own ends it; the others then lose the connection.
-    with contextlib.suppress(RuntimeError):
-        dist.destroy_process_group()
+    if not joined:
+        # Others may have ended theirs first.
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+def _of_group() -> World:
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    return World(dist.get_rank(), dist.get_world_size(), local_rank)
+
+
+def _of_environment() -> World:
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return ALONE
+    names = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in names if name not in os.environ]:
+        raise ValueError(
+            f"scale: WORLD_SIZE is {size}, but {', '.join(missing)} is not set; start with torchrun, or "
+            "unset WORLD_SIZE for one process"
+        )
+    return World(int(os.environ["RANK"]), size, int(os.environ["LOCAL_RANK"]))
 
 
 def _backend(config: Config, world: World) -> str:

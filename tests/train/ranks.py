@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from fastrl.train import config as configs
 from fastrl.train.loop import train
@@ -27,8 +30,9 @@ def main(config: str, run_dir: str, *, resume: bool = False, signal_at: str = "0
 if __name__ == "__main__":
     jobs: list[dict[str, Any]] = json.loads(Path(sys.argv[1]).read_text())
     outcomes = []
-    for number, job in enumerate(jobs):
-        # torchrun counts so when it starts the processes again: what is in the store then is another's.
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+    if len(jobs) > 1:
+        # One group for all of them: gloo does not always succeed in connecting two processes again.
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    for job in jobs:
         outcomes.append(main(**job))
     Path(f"{sys.argv[1]}.{os.environ['RANK']}").write_text(json.dumps(outcomes))
