@@ -383,17 +383,8 @@ def test_a_killed_process_ends_the_others_and_the_run_goes_on(tmp_path: Path) ->
     train(config, tmp_path / "whole")
     file = tmp_path / "config.toml"
     file.write_text(configs.dumps(config))
-    command = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        "0",
-        "-m",
-        "fastrl",
-        "train",
-    ]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, "-m", "fastrl", "train"]
     # Two questions and eight completions a step are those of rank 1.
     environment = {"FASTRL_TEST_SIGNAL_AT": f"20:{signal.SIGKILL:d}", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
@@ -404,7 +395,7 @@ def test_a_killed_process_ends_the_others_and_the_run_goes_on(tmp_path: Path) ->
         text=True,
         timeout=120,
     )
-    assert run.returncode == 1
+    assert run.returncode == 1, run.stderr
     assert "fastrl (rank 0): scale: rank 0 of 2 lost another process" in run.stderr
     assert "--resume continues from the last checkpoint" in run.stderr
     assert [r["step"] for r in figures(tmp_path / "killed", "metrics.jsonl")] == [1, 2]
