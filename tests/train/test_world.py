@@ -324,12 +324,20 @@ def assert_agree(run_dir: Path, other: Path, step: int) -> None:
             assert (a.uid, a.completion_ids, a.reward) == (b.uid, b.completion_ids, b.reward)
             assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
     for name in ("metrics.jsonl", "eval.jsonl"):
-        for a, b in zip(figures(run_dir, name), figures(other, name), strict=True):
-            assert a == pytest.approx(b, rel=1e-4, abs=2e-6, nan_ok=True)
-    tensors, others = saved(run_dir, step), saved(other, step)
+        assert_figures_agree(run_dir, other, name)
+    assert_close(saved(run_dir, step), saved(other, step))
+
+
+def assert_figures_agree(run_dir: Path, other: Path, name: str) -> None:
+    for a, b in zip(figures(run_dir, name), figures(other, name), strict=True):
+        assert a == pytest.approx(b, rel=1e-4, abs=2e-6, nan_ok=True)
+
+
+def assert_close(tensors: dict[str, Tensor], others: dict[str, Tensor]) -> None:
+    """Weights are of the order of 0.1, and half of them change by more than 3e-3 in a run."""
     assert tensors.keys() == others.keys()
     for name, tensor in tensors.items():
-        torch.testing.assert_close(tensor, others[name], rtol=1e-4, atol=2e-6)
+        torch.testing.assert_close(tensor, others[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -366,11 +374,7 @@ def test_resume_on_another_number_of_processes(runs: Path) -> None:
     config = configs.load(runs / "until_4.toml", ["scale.strategy=ddp"])
     train(config, runs / "half", resume=True)
     for name in ("half", "half_on_4"):
-        for step in (4,):
-            tensors, whole = saved(runs / name, step), saved(runs / "whole", step)
-            assert tensors.keys() == whole.keys()
-            for key, tensor in tensors.items():
-                torch.testing.assert_close(tensor, whole[key], rtol=1e-4, atol=2e-6)
+        assert_close(saved(runs / name, 4), saved(runs / "whole", 4))
 
 
 # --- processes that are lost -------------------------------------------------------------------
@@ -400,13 +404,7 @@ def test_a_killed_process_ends_the_others_and_the_run_goes_on(tmp_path: Path) ->
     assert "--resume continues from the last checkpoint" in run.stderr
     assert [r["step"] for r in figures(tmp_path / "killed", "metrics.jsonl")] == [1, 2]
     assert train(config, tmp_path / "killed", resume=True) == (4, 0)
-    assert_same = zip(
-        figures(tmp_path / "killed", "metrics.jsonl"),
-        figures(tmp_path / "whole", "metrics.jsonl"),
-        strict=True,
-    )
-    for a, b in assert_same:
-        assert a == pytest.approx(b, rel=1e-4, abs=2e-6, nan_ok=True)
+    assert_figures_agree(tmp_path / "killed", tmp_path / "whole", "metrics.jsonl")
 
 
 def test_a_process_that_says_nothing_is_given_up_after_the_timeout(tmp_path: Path) -> None:
