@@ -25,7 +25,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from fastrl.train.sharding import laid_out_like
 from fastrl.train.storage import flush, writing
 
 __all__ = [
@@ -200,12 +202,14 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
     """The state dict of `module` with each shared tensor (tied embeddings) once, under its first name."""
     seen: set[int] = set()
     result = {}
-    for name, tensor in module.state_dict().items():
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        # A shard may be empty on some ranks, but all must find the same names.
+        place = id(tensor) if isinstance(tensor, DTensor) else tensor.data_ptr()
         # Empty tensors all have address 0 and are not shared.
-        if tensor.numel() and tensor.data_ptr() in seen:
+        if tensor.numel() and place in seen:
             continue
-        seen.add(tensor.data_ptr())
-        result[name] = tensor
+        seen.add(place)
+        result[name] = tensor.detach()
     return result
 
 
@@ -225,7 +229,7 @@ def load_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                     f"checkpoint: weight {name} must be {list(tensor.shape)}, got "
                     f"{list(tensors[name].shape)}; resume with the model the run was started with"
                 )
-            tensor.copy_(tensors[name])
+            tensor.copy_(laid_out_like(tensors[name], tensor))
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -236,9 +240,12 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """Put back what `optimizer_tensors` returned."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         number, _, key = name.partition(".")
+        if tensor.shape == parameters[int(number)].shape:
+            tensor = laid_out_like(tensor, parameters[int(number)])
         state.setdefault(int(number), {})[key] = tensor
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})

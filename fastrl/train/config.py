@@ -23,7 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from fastrl.train.options import CorrectionConfig, EngineConfig, EnvConfig, FilterConfig
+from fastrl.train.options import (
+    CorrectionConfig,
+    EngineConfig,
+    EnvConfig,
+    FilterConfig,
+    ScaleConfig,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -319,6 +325,8 @@ class Config:
     """Evaluation."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints."""
+    scale: ScaleConfig = field(default_factory=ScaleConfig)
+    """Several processes."""
     log: LogConfig = field(default_factory=LogConfig)
     """Logs."""
 
@@ -341,6 +349,8 @@ class Config:
         for key, value in at_least_one.items():
             if value < 1:
                 raise ValueError(f"config: {key} must be at least 1, got {value}")
+        if self.scale.timeout <= 0:
+            raise ValueError(f"config: scale.timeout must be positive, got {self.scale.timeout}")
         if self.rollout.temperature <= 0:
             raise ValueError(
                 f"config: rollout.temperature must be positive, got {self.rollout.temperature}; "

@@ -29,6 +29,7 @@ from fastrl.train.dialects import DIALECTS, Ask, Sampled
 from fastrl.train.http_json import EngineError, Unavailable
 from fastrl.train.models import Policy
 from fastrl.train.rollout import Completion, Engine, TransformersGenerator
+from fastrl.train.world import ALONE, World
 
 __all__ = ["HttpGenerator", "make_engine"]
 
@@ -37,10 +38,21 @@ _LONGEST_PAUSE = 30.0
 
 
 def make_engine(
-    config: Config, policy: Policy, run_dir: Path, say: Callable[[str], None]
+    config: Config, policy: Policy, run_dir: Path, say: Callable[[str], None], world: World = ALONE
 ) -> Engine:
-    """The engine that `[engine]` names; `say` is told when a server fails or is back."""
+    """The engine that `[engine]` names; `say` is told when a server fails or is back.
+
+    Several processes sample with the model in training alone: servers would each be given the weights
+    by one rank while others ask, and a thread that samples ahead would speak to the other ranks between
+    the words of the training.
+    """
     options = config.engine
+    if world.size > 1 and (options.kind != "transformers" or config.rollout.overlap):
+        raise ValueError(
+            "engine: several processes sample step by step with the model in training, got engine.kind = "
+            f'"{options.kind}" and rollout.overlap = {config.rollout.overlap} with {world.size} processes; '
+            'set engine.kind = "transformers" and rollout.overlap = 0, or train in one process'
+        )
     if options.kind != "transformers":
         return HttpGenerator(config, policy, run_dir, say)
     model = config.model

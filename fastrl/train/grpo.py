@@ -20,6 +20,7 @@ from fastrl.train.correction import correct
 from fastrl.train.forward import policy_loss, policy_outputs
 from fastrl.train.metrics import StepMetrics, Timer
 from fastrl.train.models import Policy
+from fastrl.train.world import ALONE, World
 
 __all__ = ["GRPO"]
 
@@ -36,15 +37,20 @@ class Targets(NamedTuple):
 class GRPO:
     """Group-relative policy optimisation."""
 
-    def __init__(self, config: Config, policy: Policy, timer: Timer) -> None:
+    def __init__(self, config: Config, policy: Policy, timer: Timer, world: World = ALONE) -> None:
         self.config = config
         self.policy = policy
         self.timer = timer
+        self.world = world
         self.reference = policy.frozen_copy() if config.kl.coef else None
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """What the optimiser trains, with learning rates."""
         return [{"params": list(self.policy.parameters()), "lr": self.config.optim.lr}]
+
+    def networks(self) -> list[nn.Module]:
+        """What is computed, trained or not."""
+        return [self.policy, *([self.reference] if self.reference else [])]
 
     def modules(self) -> dict[str, nn.Module]:
         """What a checkpoint must hold."""
@@ -65,7 +71,7 @@ class GRPO:
             return [policy_outputs(p, micro, self.config, self.timer).logp for p in policies]
 
         with torch.no_grad():
-            old_logp, *ref_logp = fill(batch, plan, logps)
+            old_logp, *ref_logp = fill(batch, plan, logps, self.world)
         with self.timer("fastrl"):
             advantages = group_advantages(batch, self.config.grpo)
         advantages = advantages.to(old_logp)

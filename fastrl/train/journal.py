@@ -27,7 +27,7 @@ from fastrl.train.config import Config
 from fastrl.train.metrics import check_names
 from fastrl.train.storage import replace_file, writing
 
-__all__ = ["Journal"]
+__all__ = ["Journal", "Silent"]
 
 _FILES = ("metrics.jsonl", "eval.jsonl", "samples.jsonl", "eval_samples.jsonl")
 
@@ -149,6 +149,34 @@ class Journal:
         with writing(self._run_dir / "tensorboard"):
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, step)
+
+
+class Silent(Journal):
+    """The journal of a rank that keeps none: the first rank writes and speaks for all."""
+
+    def open(self, start: int, *, evaluated: int) -> None:
+        """Nothing."""
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing."""
+
+    def say(self, message: str) -> None:
+        """Nothing."""
+
+    def metrics(self, metrics: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def evaluation(self, result: Mapping[str, float], trajectories: Sequence[Trajectory]) -> None:
+        """Nothing."""
+
+    def samples(self, trajectories: Sequence[Trajectory]) -> None:
+        """Nothing."""
+
+    def sync(self) -> None:
+        """Nothing."""
 
 
 def _cut(path: Path, last: int) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import fastrl
+from fastrl.train.world import ALONE, World
 
 __all__ = ["METRICS", "Metric", "StepMetrics", "Timer", "check_names"]
 
@@ -172,7 +173,7 @@ class Timer:
 
 
 class StepMetrics:
-    """What the ops report during one step, kept on the device until `result`."""
+    """What the ops report during one step on this rank, kept on the device until `result`."""
 
     def __init__(self) -> None:
         self._policy: list[Tensor] = []
@@ -193,20 +194,24 @@ class StepMetrics:
         """Take the gradient norm of one optimiser step."""
         self._sums["optim/grad_norm"].append(norm)
 
-    def result(self) -> dict[str, float]:
-        """The metrics of the step; the one place where the host waits for the device."""
+    def result(self, world: World = ALONE) -> dict[str, float]:
+        """The metrics of the step over all ranks; the one place where the host waits for the device."""
         updates = len(self._sums["optim/grad_norm"])
+        sums = {n: float(torch.stack(v).double().sum()) for n, v in self._sums.items() if v}
+        # The norm is of the summed gradient, which all ranks have; it is not to be summed once more.
+        norm = sums.pop("optim/grad_norm", None)
+        rows = [torch.stack(r).tolist() if r else [] for r in (self._policy, self._value)]
+        ranks = world.gather([sums, *rows])
         # Micro-batch losses add up to the loss of a mini-batch, so all divide by optimiser steps.
-        metrics = {
-            name: float(torch.stack(values).double().sum()) / max(updates, 1)
-            for name, values in self._sums.items()
-            if values
-        }
+        metrics = {n: sum(r[0][n] for r in ranks) / max(updates, 1) for n in sums}
+        if norm is not None:
+            metrics["optim/grad_norm"] = norm / updates
         metrics["optim/updates"] = updates
-        if self._policy:
-            metrics |= _policy_metrics(torch.stack(self._policy).cpu())
-        if self._value:
-            metrics |= _value_metrics(torch.stack(self._value).cpu())
+        policy, value = ([row for r in ranks for row in r[i]] for i in (1, 2))
+        if policy:
+            metrics |= _policy_metrics(torch.tensor(policy, dtype=torch.float64))
+        if value:
+            metrics |= _value_metrics(torch.tensor(value, dtype=torch.float64))
         return metrics
 
 

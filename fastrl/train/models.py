@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,9 @@ __all__ = [
     "keys_and_values",
     "load_policy",
 ]
+
+
+T = TypeVar("T")
 
 
 class Inputs(NamedTuple):
@@ -60,6 +64,10 @@ class Policy(nn.Module):
         self.eos_ids: tuple[int, ...] = tuple(ends) if isinstance(ends, list) else (int(ends),)
         pad = tokenizer.pad_token_id
         self.pad_id: int = self.eos_ids[0] if pad is None else int(pad)
+
+    def forward(self, compute: Callable[[], T]) -> T:
+        """What `compute` returns, which uses trunk and head. Sharded weights are whole meanwhile."""
+        return compute()
 
     @property
     def trunk(self) -> nn.Module:
@@ -150,11 +158,15 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
+    def forward(self, compute: Callable[[], T]) -> T:
+        """What `compute` returns, as in `Policy`."""
+        return compute()
+
     def score(self, hidden: Tensor) -> Tensor:
-        """Values [...] of hidden states [..., H], in the precision of the weights."""
+        """Values [..., 1] of hidden states [..., H], in the precision of the weights."""
         # bfloat16 has too few digits for the difference of two values.
         with torch.autocast(hidden.device.type, enabled=False):
-            return cast(Tensor, self.head(hidden.to(self.head.weight.dtype))).squeeze(-1)
+            return cast(Tensor, self.head(hidden.to(self.head.weight.dtype)))
 
 
 def completion_hidden(trunk: nn.Module, inputs: Inputs, *, share_prompts: bool) -> Tensor:

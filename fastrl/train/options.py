@@ -1,4 +1,5 @@
-"""Sections of the configuration for environments, filtering groups, engines and the correction of what they sample.
+"""Sections of the configuration: environments, filtering groups, engines and the correction of what they sample,
+several processes.
 
 A sentence under each field, as in config.py.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["CorrectionConfig", "EngineConfig", "EnvConfig", "FilterConfig"]
+__all__ = ["CorrectionConfig", "EngineConfig", "EnvConfig", "FilterConfig", "ScaleConfig"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,3 +122,15 @@ class CorrectionConfig:
                 f'{self.low} and correction.level = "{self.level}"; set low = 0.5 and level = "token", '
                 'or kind = "mis"'
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScaleConfig:
+    """Several processes, started by torchrun; read when there is more than one."""
+
+    strategy: Literal["ddp", "fsdp2"] = "ddp"
+    """"ddp": every process holds all weights; "fsdp2": each holds a shard of weights, gradients and the
+    optimiser's state, and the whole only of the layer it computes, and of all layers while it samples."""
+    timeout: float = 1800.0
+    """Seconds that a process waits for another one, which is then taken for lost; more than the longest
+    difference in the time that two of them sample."""

@@ -27,6 +27,7 @@ from fastrl.train.http_json import EngineError
 from fastrl.train.metrics import Timer
 from fastrl.train.models import Policy
 from fastrl.train.rollout import Engine
+from fastrl.train.world import ALONE, World
 
 __all__ = ["Rollouts"]
 
@@ -42,13 +43,20 @@ class Rollouts:
     """A context manager, which owns the thread that samples ahead."""
 
     def __init__(
-        self, config: Config, task: Task | EnvTask, policy: Policy, engine: Engine, timer: Timer
+        self,
+        config: Config,
+        task: Task | EnvTask,
+        policy: Policy,
+        engine: Engine,
+        timer: Timer,
+        world: World = ALONE,
     ) -> None:
         self._config = config
         self._task = task
         self._policy = policy
         self._engine = engine
         self._timer = timer
+        self._world = world
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
         # The rollouts begun and not taken: those of consecutive steps, `_next` the first without one.
         self._ahead: deque[Future[_Rollout]] = deque()
@@ -109,13 +117,23 @@ class Rollouts:
         return _Rollout(self._collect(Timer(), step), time.perf_counter() - began)
 
     def _collect(self, timer: Timer, step: int) -> list[Trajectory]:
-        return collect(self._config, self._task, self._policy, self._engine, timer, step=step)
+        return collect(
+            self._config,
+            self._task,
+            self._policy,
+            self._engine,
+            timer,
+            step=step,
+            world=self._world,
+        )
 
     def evaluate(self, step: int) -> Evaluation:
         """Evaluate the policy, trained `step` steps, on the held-out questions."""
         wait(self._ahead)
         self._engine.update(checkpoint.weights(self._policy.model), step)
-        return evaluate(self._config, self._task, self._policy, self._engine, step=step)
+        return evaluate(
+            self._config, self._task, self._policy, self._engine, step=step, world=self._world
+        )
 
     def state(self) -> list[dict[str, Any]]:
         """What a checkpoint must hold: the rollouts that wait for their step, in order.

@@ -20,6 +20,7 @@ from fastrl.train.correction import correct
 from fastrl.train.forward import policy_loss, policy_outputs, values_of
 from fastrl.train.metrics import StepMetrics, Timer
 from fastrl.train.models import Policy, ValueModel
+from fastrl.train.world import ALONE, World
 
 __all__ = ["PPO"]
 
@@ -37,10 +38,11 @@ class Targets(NamedTuple):
 class PPO:
     """Proximal policy optimisation with a critic."""
 
-    def __init__(self, config: Config, policy: Policy, timer: Timer) -> None:
+    def __init__(self, config: Config, policy: Policy, timer: Timer, world: World = ALONE) -> None:
         self.config = config
         self.policy = policy
         self.timer = timer
+        self.world = world
         self.reference = policy.frozen_copy() if config.kl.coef else None
         trunk = copy.deepcopy(policy.trunk) if config.ppo.critic == "separate" else None
         self.critic = ValueModel(policy.hidden_size, trunk).to(policy.device).eval()
@@ -57,6 +59,10 @@ class PPO:
             {"params": list(self.policy.parameters()), "lr": lr},
             {"params": list(self.critic.parameters()), "lr": critic_lr},
         ]
+
+    def networks(self) -> list[nn.Module]:
+        """What is computed, trained or not."""
+        return [self.policy, self.critic, *([self.reference] if self.reference else [])]
 
     def modules(self) -> dict[str, nn.Module]:
         """What a checkpoint must hold."""
@@ -83,7 +89,7 @@ class PPO:
             return [out.logp, values, *reference]
 
         with torch.no_grad():
-            old_logp, values, *ref_logp = fill(batch, plan, rollout)
+            old_logp, values, *ref_logp = fill(batch, plan, rollout, self.world)
         mask = batch.mask.to(values.device)
         # The KL of a token is paid at that token, a score at the last token of its turn.
         rewards = batch.token_rewards.to(values)

@@ -9,6 +9,7 @@ many sequences are computed side by side.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -121,7 +122,8 @@ class TransformersGenerator:
         for start in range(0, len(prompts), per_part):
             part = slice(start, start + per_part)
             with torch.no_grad(), autocast(self._config, self._policy.device):
-                rows, logprobs = self._sample(prompts[part], draws[part].flatten(0, 1), temperature)
+                own = prompts[part], draws[part].flatten(0, 1)
+                rows, logprobs = self._policy(partial(self._sample, *own, temperature))
             completions = list(map(self._completion, rows.tolist(), logprobs.tolist()))
             result += [completions[i : i + samples] for i in range(0, len(completions), samples)]
         return result

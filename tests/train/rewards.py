@@ -34,6 +34,13 @@ def position_or_signal(question: Question, completion: str) -> float:
     return position_match(question, completion)
 
 
+def signal_to_second(question: Question, completion: str) -> float:
+    """`position_or_signal` in the process of rank 1, `position_match` in the others."""
+    if os.environ.get("RANK") == "1":
+        return position_or_signal(question, completion)
+    return position_match(question, completion)
+
+
 def none_for_short(question: Question, completion: str) -> float | None:
     """Not scored when the completion has fewer than three characters."""
     return None if len(completion) < 3 else 1.0

@@ -362,3 +362,14 @@ def test_it_learns_ahead(small: Callable[..., Config], tmp_path: Path) -> None:
     rewards = [r["reward/mean"] for r in records(tmp_path)]
     assert sum(rewards[:5]) / 5 < 0.2
     assert sum(rewards[-5:]) / 5 > 0.6
+
+
+@pytest.mark.parametrize("change", [{"rollout": {"overlap": 1}}, {"engine": {"kind": "vllm"}}])
+def test_several_processes_sample_step_by_step(change: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    tree: dict[str, dict[str, Any]] = {"engine": {"urls": ["http://localhost:1"]}, "correction": {"kind": "tis"}}
+    for section, values in change.items():
+        tree[section] = {**tree.get(section, {}), **values}
+    config = parse(tree)
+    policy = load_policy(config.model, seed=0, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="2 processes; set engine.kind"):
+        make_engine(config, policy, tmp_path, print, World(rank=1, size=2))
