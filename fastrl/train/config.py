@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from fastrl.train.options import EnvConfig, FilterConfig
+from fastrl.train.options import EnvConfig, FilterConfig, WarmStartConfig
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -289,6 +289,8 @@ class Config:
     """The questions and rewards."""
     env: EnvConfig = field(default_factory=EnvConfig)
     """An environment of several turns."""
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    """Imitation before the first step."""
     filter: FilterConfig = field(default_factory=FilterConfig)
     """Which groups are trained on."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -318,6 +320,7 @@ class Config:
             "rollout.batch_size": self.rollout.batch_size,
             "env.max_turns": self.env.max_turns,
             "env.workers": self.env.workers,
+            "warm_start.batch": self.warm_start.batch,
             "filter.max_rounds": self.filter.max_rounds,
             "optim.mini_batches": self.optim.mini_batches,
             "optim.epochs": self.optim.epochs,

@@ -38,6 +38,7 @@ from fastrl.train.models import load_policy
 from fastrl.train.ppo import PPO
 from fastrl.train.rollout import TransformersGenerator
 from fastrl.train.seeding import set_up
+from fastrl.train.warm_start import warm_start
 
 __all__ = ["Algorithm", "Outcome", "train"]
 
@@ -76,6 +77,9 @@ def train(config: Config, run_dir: Path, *, resume: bool = False) -> Outcome:
     device = set_up(config)
     task = make_task(config)
     policy = load_policy(config.model, seed=config.seed, device=device)
+    journal = Journal(run_dir, config)
+    # Before the algorithm is made, which may copy the policy as its reference and its critic.
+    warm_start(config, task, policy, run_dir, journal, resume=resume)
     timer = Timer()
     algorithms: dict[str, type[GRPO] | type[PPO]] = {"grpo": GRPO, "ppo": PPO}
     algorithm: Algorithm = algorithms[config.algorithm](config, policy, timer)
@@ -83,7 +87,6 @@ def train(config: Config, run_dir: Path, *, resume: bool = False) -> Outcome:
     optimizer = _optimizer(config, algorithm)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     max_norm = math.inf if config.optim.max_grad_norm is None else config.optim.max_grad_norm
-    journal = Journal(run_dir, config)
     start = _resume(run_dir, journal, algorithm, optimizer) if resume else 0
     journal.open(start)
 
