@@ -1,6 +1,8 @@
 """The warm start: what is imitated, that it is not repeated, and that reinforcement has work left after it.
 
-Measured with configs/calculator.toml over seeds: see README. The margins asked for here leave room.
+Measured with configs/calculator.toml over seeds 0 to 2: 0.08 to 0.15 of the sampled episodes solved in the first
+step, 0.79 to 0.94 in the last of 40; held out and greedy 0.00 before and 0.86 or more after. The test takes 25 steps
+of seed 0 and asks for less.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_calculator_agent_learns(tmp_path: Path) -> None:
-    config = configs.load(CALCULATOR, [*QUIET, "seed=0", "checkpoint.final=false"])
+    config = configs.load(CALCULATOR, [*QUIET, "seed=0", "steps=25", "checkpoint.final=false"])
     train(config, tmp_path)
     shown = lines(tmp_path / "warm_start.jsonl")
     # (1 - 0.6)^2 = 0.16 of the demonstrations make both calls.
