@@ -207,9 +207,12 @@ class PPOConfig:
     """The critic and the advantages of PPO."""
 
     gamma: float = 1.0
-    """Discount per token."""
+    """Discount per step of GAE."""
     lam: float = 0.95
     """Decay of GAE."""
+    credit: Literal["token", "turn"] = "token"
+    """The steps of GAE: tokens; or turns, each with the value before its first token and the sum of its
+    rewards, so that gamma and lam decay per turn and all tokens of a turn share one advantage."""
     whiten: bool = True
     """Give the advantages of a rollout mean 0 and variance 1."""
     critic: Literal["head", "separate"] = "head"
