@@ -38,8 +38,10 @@ class Env(Protocol):
     the same first messages, because episodes of one task form a group that shares its prompt.
     What may be there too: `tools`, a list of tool schemas for the chat template; `info`, a JSON-like
     mapping that is recorded when the episode ends; `cut()`, the reward parts of an episode that ran into
-    a limit of turns or tokens; `close()`, called when it has ended. `step` may add "tool_calls" to the
-    message it is given.
+    a limit of turns or tokens; `close()`, called when it has ended; `demonstrate(task, rng)`, the assistant
+    messages of one way to play `task`, enough to reach its end, for a warm start. It may be a poor way:
+    what is imitated is the form, and reinforcement improves on it. `rng` is a `random.Random`. `step` may add
+    "tool_calls" to the message it is given.
     """
 
     weights: Mapping[str, float]

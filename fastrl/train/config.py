@@ -29,6 +29,7 @@ from fastrl.train.options import (
     EnvConfig,
     FilterConfig,
     ScaleConfig,
+    WarmStartConfig,
 )
 
 if sys.version_info >= (3, 11):
@@ -221,9 +222,12 @@ class PPOConfig:
     """The critic and the advantages of PPO."""
 
     gamma: float = 1.0
-    """Discount per token."""
+    """Discount per step of GAE."""
     lam: float = 0.95
     """Decay of GAE."""
+    credit: Literal["token", "turn"] = "token"
+    """The steps of GAE: tokens; or turns, each with the value before its first token and the sum of its
+    rewards, so that gamma and lam decay per turn and all tokens of a turn share one advantage."""
     whiten: bool = True
     """Give the advantages of a rollout mean 0 and variance 1."""
     critic: Literal["head", "separate"] = "head"
@@ -303,6 +307,8 @@ class Config:
     """The questions and rewards."""
     env: EnvConfig = field(default_factory=EnvConfig)
     """An environment of several turns."""
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    """Imitation before the first step."""
     filter: FilterConfig = field(default_factory=FilterConfig)
     """Which groups are trained on."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -338,6 +344,7 @@ class Config:
             "rollout.batch_size": self.rollout.batch_size,
             "env.max_turns": self.env.max_turns,
             "env.workers": self.env.workers,
+            "warm_start.batch": self.warm_start.batch,
             "filter.max_rounds": self.filter.max_rounds,
             "optim.mini_batches": self.optim.mini_batches,
             "optim.epochs": self.optim.epochs,

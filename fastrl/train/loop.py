@@ -45,6 +45,7 @@ from fastrl.train.overlap import Rollouts
 from fastrl.train.ppo import PPO
 from fastrl.train.seeding import set_up
 from fastrl.train.storage import check_writable
+from fastrl.train.warm_start import warm_start
 from fastrl.train.world import World, connect
 
 __all__ = ["Algorithm", "Outcome", "train"]
@@ -96,6 +97,9 @@ def _train(config: Config, run_dir: Path, world: World, *, resume: bool) -> Outc
     device = set_up(config, world)
     task = make_task(config)
     policy = load_policy(config.model, seed=config.seed, device=device)
+    journal = Journal(run_dir, config) if world.is_first else Silent(run_dir, config)
+    # Before the algorithm is made, which may copy the policy as its reference and its critic.
+    warm_start(config, task, policy, run_dir, journal, world, resume=resume)
     timer = Timer()
     algorithms: dict[str, type[GRPO] | type[PPO]] = {"grpo": GRPO, "ppo": PPO}
     algorithm: Algorithm = algorithms[config.algorithm](config, policy, timer, world)
@@ -103,7 +107,6 @@ def _train(config: Config, run_dir: Path, world: World, *, resume: bool) -> Outc
     optimizer = _optimizer(config, algorithm)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     max_norm = math.inf if config.optim.max_grad_norm is None else config.optim.max_grad_norm
-    journal = Journal(run_dir, config) if world.is_first else Silent(run_dir, config)
     engine = make_engine(config, policy, run_dir, journal.say, world)
     rollouts = Rollouts(config, task, policy, engine, timer, world)
     start, evaluated = (

@@ -1,5 +1,5 @@
-"""Sections of the configuration: environments, filtering groups, engines and the correction of what they sample,
-several processes.
+"""Sections of the configuration: environments, warm start, filtering groups, engines and the correction of what they
+sample, several processes.
 
 A sentence under each field, as in config.py.
 """
@@ -9,7 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["CorrectionConfig", "EngineConfig", "EnvConfig", "FilterConfig", "ScaleConfig"]
+__all__ = [
+    "CorrectionConfig",
+    "EngineConfig",
+    "EnvConfig",
+    "FilterConfig",
+    "ScaleConfig",
+    "WarmStartConfig",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +45,18 @@ class EnvConfig:
     """Longest time of one reset or step of an environment, which then counts as failed."""
     workers: int = 1
     """Environments that step at the same time, in threads; for those that wait for other processes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WarmStartConfig:
+    """Imitation of the environment's demonstrations before the first step."""
+
+    steps: int = 0
+    """Optimiser steps; 0 leaves it out."""
+    batch: int = 64
+    """Demonstrations per step, each of another training task."""
+    lr: float = 1e-3
+    """Learning rate, constant; the other options of AdamW are those of [optim]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

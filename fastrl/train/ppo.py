@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fastrl
+from fastrl.advantages import turn_gae
 from fastrl.train.batch import Batch, MicroBatch, MiniBatch, fill
 from fastrl.train.config import Config
 from fastrl.train.correction import correct
@@ -100,9 +101,16 @@ class PPO:
             self._measured_kl = float(divergence.sum()) / self._num_tokens
         options = self.config.ppo
         with self.timer("fastrl"):
-            advantages, returns = fastrl.gae(
-                rewards, values, mask, gamma=options.gamma, lam=options.lam
-            )
+            if options.credit == "turn":
+                advantages, returns = turn_gae(
+                    *(rewards, values, batch.turn_of.to(values.device), mask),
+                    gamma=options.gamma,
+                    lam=options.lam,
+                )
+            else:
+                advantages, returns = fastrl.gae(
+                    rewards, values, mask, gamma=options.gamma, lam=options.lam
+                )
             if options.whiten:
                 advantages = fastrl.whiten(advantages, mask)
         corrected = correct(self.config, batch, old_logp)

@@ -18,7 +18,7 @@ from fastrl.train import checkpoint, overlap
 from fastrl.train import config as configs
 from fastrl.train.batch import make_batch
 from fastrl.train.collect import make_task
-from fastrl.train.config import Config
+from fastrl.train.config import Config, parse
 from fastrl.train.engines import make_engine
 from fastrl.train.figures import with_logprobs
 from fastrl.train.grpo import Targets
@@ -28,6 +28,7 @@ from fastrl.train.metrics import Timer
 from fastrl.train.models import Policy, load_policy
 from fastrl.train.overlap import Rollouts
 from fastrl.train.rollout import Completion
+from fastrl.train.world import World
 from tests.train.conftest import CONFIGS
 from tests.train.engine_server import EngineServer
 from tests.train.test_run import OPTIONS, assert_same_run, records, signal_at
@@ -365,8 +366,13 @@ def test_it_learns_ahead(small: Callable[..., Config], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"rollout": {"overlap": 1}}, {"engine": {"kind": "vllm"}}])
-def test_several_processes_sample_step_by_step(change: dict[str, dict[str, Any]], tmp_path: Path) -> None:
-    tree: dict[str, dict[str, Any]] = {"engine": {"urls": ["http://localhost:1"]}, "correction": {"kind": "tis"}}
+def test_several_processes_sample_step_by_step(
+    change: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    tree: dict[str, dict[str, Any]] = {
+        "engine": {"urls": ["http://localhost:1"]},
+        "correction": {"kind": "tis"},
+    }
     for section, values in change.items():
         tree[section] = {**tree.get(section, {}), **values}
     config = parse(tree)
