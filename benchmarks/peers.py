@@ -43,6 +43,14 @@ def liger_grpo() -> Any:
     return _module("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss
 
 
+def trl_chunked_logprobs() -> Any:
+    """TRL's log-probabilities over an lm_head in tiles of the vocabulary; torch operations where there is no Triton device."""
+    module = _module("trl.kernels.chunked_logprob")
+    if not hasattr(module, "ChunkedLogProbFunction"):
+        raise MissingPeer("trl: this version has no ChunkedLogProbFunction; install trl==1.16.0")
+    return module.ChunkedLogProbFunction
+
+
 def version(package: str) -> str | None:
     """The installed version, or None."""
     try:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fastrl
-from benchmarks.peers import liger_grpo
+from benchmarks.peers import liger_grpo, trl_chunked_logprobs
 from benchmarks.registry import (
     FASTRL,
     SCALES,
@@ -25,6 +25,8 @@ from benchmarks.registry import (
 SEQUENCES = 4
 # Width and vocabulary of SmolLM2-135M and of Qwen2.5-0.5B.
 MODELS = {49152: 576, 151936: 896}
+# Classes that TRL's trainers compute at a time.
+TRL_TILE = 32768
 # Logits in bfloat16 are off by a hundredth, whoever computes them.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
@@ -119,6 +121,18 @@ def _logprobs(scale: int, with_compile: bool, vocabulary: int, dtype: torch.dtyp
             loss = -F.linear_cross_entropy(rows, h.weight, tokens, reduction="sum", options=options)
             return finished(loss, None)
 
+        def trl() -> Provider:
+            function = trl_chunked_logprobs()
+
+            def call() -> Results:
+                rows, tokens = h.hidden.flatten(0, 1), h.tokens.flatten()
+                logp, entropy, *_ = function.apply(
+                    *(rows, h.weight, None, tokens, 1.0, TRL_TILE, None, 1.0, ("entropy",))
+                )
+                return finished(logp, entropy)
+
+            return Provider("trl", call, note="ChunkedLogProbFunction, tiles of 4096 x 32768")
+
         prepared = _prepared(
             lambda: h.exact(lambda logp, entropy, rows: logp.sum() - entropy.sum()),  # type: ignore[misc]
             Provider(FASTRL, ours),
@@ -130,6 +144,7 @@ def _logprobs(scale: int, with_compile: bool, vocabulary: int, dtype: torch.dtyp
                 lambda results: tuple(None for _ in results),
                 note="F.linear_cross_entropy(options=): logp alone, no entropy",
             ),
+            trl,
         )
         return prepared._replace(tolerance=TOLERANCE[dtype])
 

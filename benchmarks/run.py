@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import machine, registry_linear
+from benchmarks import machine, registry_linear, trainer_step
 from benchmarks.memory import peak_bytes
 from benchmarks.registry import Bar, Case, cases, selected
 from benchmarks.timing import Timing, copy_bandwidth, measure
@@ -184,6 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with_compile = not options.no_compile
     everything = [*cases(scale, with_compile=with_compile)]
     everything += registry_linear.cases(scale, with_compile=with_compile)
+    everything += trainer_step.cases(scale)
     chosen = list(selected(everything, options.op or []))
     if not chosen:
         known = sorted({case.op.replace(" ", "_") for case in everything})

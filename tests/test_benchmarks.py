@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import machine, plain, registry_linear, run
+from benchmarks import machine, plain, registry_linear, run, trainer_step
 from benchmarks.memory import peak_bytes
 from benchmarks.peers import MissingPeer
 from benchmarks.registry import Bar, Case, Prepared, Provider, cases
@@ -20,7 +20,11 @@ from benchmarks.verify import Disagreement, check, verified
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 
-TINY = [*cases("tiny", with_compile=False), *registry_linear.cases("tiny", with_compile=False)]
+TINY = [
+    *cases("tiny", with_compile=False),
+    *registry_linear.cases("tiny", with_compile=False),
+    *trainer_step.cases("tiny"),
+]
 
 
 @pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)
@@ -61,6 +65,16 @@ def test_peak_memory_counts_what_lives_at_the_same_time() -> None:
         return torch.ones(500_000) + torch.ones(1)
 
     assert 4_000_000 <= peak_bytes(call) < 4_200_000
+
+
+def test_a_trainer_step_without_all_logits_needs_less_memory() -> None:
+    """A vocabulary that outweighs everything else, as in real models."""
+    size = trainer_step.Size(16, 8, 4, 32, 1, 64, 16384)
+    update = trainer_step.Update(size)
+    eager, fused = update.phases("eager"), update.phases("fused")
+    logits = 16 * 8 * 32 * size.classes * 2
+    assert fused.peak_bytes < eager.peak_bytes - logits
+    assert min(*eager[:3], *fused[:3]) > 0
 
 
 def test_the_scan_that_torch_compile_gets_is_right() -> None:
@@ -171,6 +185,7 @@ def test_run_writes_complete_records(
     monkeypatch.setattr(run, "copy_bandwidth", lambda rounds: 1e10)
     monkeypatch.setattr(run, "cases", lambda scale, **_: TINY)
     monkeypatch.setattr(registry_linear, "cases", lambda scale, **_: [])
+    monkeypatch.setattr(trainer_step, "cases", lambda scale: [])
     target = tmp_path / "folder" / "results.jsonl"
     arguments = ["--op", "group_advantages", "--quick", "--json", str(target)]
     assert run.main(arguments) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture
 def demo(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The module examples/demo.py, which sets variables of the environment when it is imported."""
-    for name in ("OMP_WAIT_POLICY", "HF_HUB_OFFLINE", "TQDM_DISABLE"):
+    for name in ("OMP_WAIT_POLICY", "HF_HUB_OFFLINE", "TQDM_DISABLE", "KINETO_LOG_LEVEL"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
     from examples import demo
 
@@ -66,6 +67,8 @@ def answer(uid: str, step: int, completion: str, reward: float | None) -> Trajec
 def run_demo(demo: ModuleType, monkeypatch: Any, folder: Path, *settings: str) -> int:
     """The demo on the tiny configuration with a small op table."""
     monkeypatch.setattr(demo.op_table, "table", lambda table=demo.op_table.table: table("tiny", 1))
+    head_table = demo.head_table.table
+    monkeypatch.setattr(demo.head_table, "table", lambda rollout: head_table(rollout, "tiny"))
     config = str(ROOT / "configs" / "grpo_tiny.toml")
     replaced = [f"--set={setting}" for setting in settings]
     return demo.main(["--config", config, "--run-dir", str(folder / "demo"), *replaced])
@@ -81,6 +84,8 @@ def test_demo_ends_with_0_when_the_model_learns(demo, monkeypatch, tmp_path, cap
         assert part in out
     for op in ("gae", "group_advantages", "whiten", "token_logprobs", "policy_loss", "value_loss"):
         assert op in out
+    assert re.search(r"eager, before( +\d+\.\d\d){4} +\d+\n", out)
+    assert re.search(r"fused, after( +\d+\.\d\d){4} +\d+\n", out)
     assert "answers got better" in out
     assert f"curves: {tmp_path / 'demo' / 'report' / 'index.html'}" in out
     assert (tmp_path / "demo" / "report" / "reward.png").exists()
@@ -106,6 +111,7 @@ def test_demo_stops_in_time(demo, monkeypatch, tmp_path, capsys):
     config = str(ROOT / "configs" / "grpo_tiny.toml")
     arguments = ["--config", config, "--run-dir", str(tmp_path / "demo"), "--seconds", "0.001"]
     monkeypatch.setattr(demo.op_table, "table", str)
+    monkeypatch.setattr(demo.head_table, "table", str)
     assert demo.main(arguments) == 1
     assert "too few to compare" in capsys.readouterr().out
 

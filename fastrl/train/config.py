@@ -62,6 +62,9 @@ class ModelConfig:
     head: Literal["fused", "eager"] = "fused"
     """"fused" goes from hidden states to log-probabilities and losses without the logits of a
     micro-batch; "eager" computes them all. The results agree up to rounding."""
+    activation_checkpointing: bool = False
+    """Keep the inputs of each layer alone and compute the rest again for the gradient: less memory
+    and the same numbers, for about a third more time."""
     share_prompts: bool = True
     """Run each distinct prompt of a micro-batch once and let its samples attend to the result."""
 

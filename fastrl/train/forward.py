@@ -10,7 +10,7 @@ import dataclasses
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 import fastrl
 from fastrl.train.batch import MicroBatch
@@ -107,9 +107,7 @@ def _policy_loss(
 def _hidden(policy: Policy, micro: MicroBatch, config: Config) -> Tensor:
     """The states [N, H] that predict the trained tokens: no others reach the head."""
     with autocast(config.model, policy.device):
-        hidden = completion_hidden(
-            policy.trunk, micro.inputs, share_prompts=config.model.share_prompts
-        )
+        hidden = _trunk_hidden(policy.trunk, micro, config)
     return hidden.flatten(0, 1).index_select(0, micro.hidden_index)
 
 
@@ -125,7 +123,14 @@ def _values(critic: ValueModel, micro: MicroBatch, config: Config, policy_hidden
     if critic.trunk is None:
         return critic.score(policy_hidden)
     with autocast(config.model, policy_hidden.device):
-        hidden = completion_hidden(
-            critic.trunk, micro.inputs, share_prompts=config.model.share_prompts
-        )
+        hidden = _trunk_hidden(critic.trunk, micro, config)
     return critic.score(hidden.flatten(0, 1).index_select(0, micro.hidden_index))
+
+
+def _trunk_hidden(trunk: nn.Module, micro: MicroBatch, config: Config) -> Tensor:
+    return completion_hidden(
+        trunk,
+        micro.inputs,
+        share_prompts=config.model.share_prompts,
+        checkpointing=config.model.activation_checkpointing,
+    )

@@ -12,13 +12,14 @@ from __future__ import annotations
 import copy
 import importlib.util
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from fastrl.train.checkpointing import checkpointed_layers
 from fastrl.train.config import ModelConfig
 
 __all__ = [
@@ -169,14 +170,21 @@ class ValueModel(nn.Module):
             return cast(Tensor, self.head(hidden.to(self.head.weight.dtype)))
 
 
-def completion_hidden(trunk: nn.Module, inputs: Inputs, *, share_prompts: bool) -> Tensor:
+def completion_hidden(
+    trunk: nn.Module, inputs: Inputs, *, share_prompts: bool, checkpointing: bool = False
+) -> Tensor:
     """Hidden states [B, C, H] that predict the completion tokens.
 
     Column t has seen the prompt and completion tokens before t. With `share_prompts` each distinct
     prompt is run once and its keys and values are handed to all of its completions; gradients flow
     back through them. Without, prompt and completion are one sequence. The results agree up to
-    rounding.
+    rounding. With `checkpointing` layers are computed again for the gradient; that changes no bit.
     """
+    with checkpointed_layers(trunk) if checkpointing else nullcontext():
+        return _completion_hidden(trunk, inputs, share_prompts)
+
+
+def _completion_hidden(trunk: nn.Module, inputs: Inputs, share_prompts: bool) -> Tensor:
     prompt_mask = inputs.prompt_mask.index_select(0, inputs.prompt_of)
     prompt_length = inputs.prompt_mask.sum(1)
     num_columns = inputs.completion_ids.shape[1]

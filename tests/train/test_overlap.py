@@ -377,5 +377,5 @@ def test_several_processes_sample_step_by_step(
         tree[section] = {**tree.get(section, {}), **values}
     config = parse(tree)
     policy = load_policy(config.model, seed=0, device=torch.device("cpu"))
-    with pytest.raises(ValueError, match="2 processes; set engine.kind"):
+    with pytest.raises(ValueError, match=r"2 processes; set engine\.kind"):
         make_engine(config, policy, tmp_path, print, World(rank=1, size=2))
