@@ -88,7 +88,8 @@ def train(config: Config, run_dir: Path, *, resume: bool = False) -> Outcome:
     """
     check_writable(run_dir)
     _refuse_to_overwrite(run_dir, resume)
-    check_writable(run_dir / "checkpoints")
+    if (run_dir / "checkpoints").exists():
+        check_writable(run_dir / "checkpoints")
     with connect(config) as world:
         return _train(config, run_dir, world, resume=resume)
 

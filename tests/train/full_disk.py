@@ -28,9 +28,9 @@ SIZE = "3m"
 LONG = ("log.samples=16", "eval.size=16")
 
 # What is called just before the write, at which of its calls the disk is full, bytes left then, and the file
-# that the message must name. The line of step 4 goes beyond the first page of metrics.jsonl.
+# that the message must name. The line of step 3 goes beyond the first page of metrics.jsonl.
 CASES: dict[str, tuple[Any, str, int, int, str]] = {
-    "metrics": (Journal, "metrics", 4, 0, "metrics.jsonl"),
+    "metrics": (Journal, "metrics", 3, 0, "metrics.jsonl"),
     "samples": (Journal, "samples", 3, 0, "samples.jsonl"),
     "evaluation": (Journal, "evaluation", 2, 0, "eval_samples.jsonl"),
     "checkpoint, at once": (checkpoint, "save", 3, 0, "checkpoints/step_000003"),

@@ -192,7 +192,7 @@ def test_a_folder_of_someone_else(
     config = small("grpo", "steps=1")
     train(config, folder / "run")
     # Everyone may read it, and the ways to it.
-    for path in (folder, *folder.parents[:2]):
+    for path in (folder, *folder.parents[:3]):
         path.chmod(stat.S_IMODE(path.stat().st_mode) | 0o055)
     open_to_all = [] if not place else [folder / "run"]
     for path in open_to_all:
