@@ -8,7 +8,7 @@ EXTRAS ?= triton,train,bench,peers,dev
 
 # Tests of the ops that have Triton kernels, interpreted on CPU in a process of their own.
 IN_TRITON := $(addprefix tests/ops/test_,affine_scan.py gae.py group_advantages.py group_advantages_sizes.py \
-	policy_loss.py policy_loss_rules.py token_logprobs.py token_logprobs_rules.py value_loss.py whiten.py)
+	long_rows.py policy_loss.py policy_loss_rules.py token_logprobs.py token_logprobs_rules.py value_loss.py whiten.py)
 
 # Tests run in so many processes of one thread each; a file stays in one of them.
 WORKERS ?= 2

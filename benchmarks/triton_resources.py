@@ -6,6 +6,7 @@ Kernels are compiled for the arguments of real launches: `launches` records what
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import tempfile
 from collections.abc import Callable, Mapping
@@ -48,9 +49,9 @@ class Launch(NamedTuple):
         )
         return bind(*self.args, **self.options)
 
-    def key(self) -> tuple[str, str, str]:
+    def key(self, target: GPUTarget) -> tuple[str, str, str]:
         """Launches with the same key share one compilation."""
-        _, specialization, options = self.specialised(TARGETS["cuda"][0])
+        _, specialization, options = self.specialised(target)
         return self.kernel.__name__, str(specialization), str(options)
 
     def compile(self, target: GPUTarget) -> Any:
@@ -90,6 +91,8 @@ def examples() -> dict[str, Callable[[], Any]]:
     medium, medium_mask = torch.zeros(16, 128), torch.ones(16, 128).bool()
     packed, packed_mask = torch.zeros(600), torch.ones(600).bool()
     offsets, row = torch.tensor([0, 200, 600], dtype=torch.int32), torch.zeros(4)
+    long, long_mask = torch.zeros(4, 5000), torch.ones(4, 5000).bool()
+    long_packed, two_rows = torch.zeros(5000), torch.tensor([0, 200, 5000])
     logits, tokens = torch.zeros(2, 4096, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.long)
     odd, narrow = torch.zeros(2, 4095), torch.zeros(2, 1000)
     logp, statistics = torch.zeros(2), torch.zeros(2, 3)
@@ -111,6 +114,13 @@ def examples() -> dict[str, Callable[[], Any]]:
         "gae, packed": lambda: gae.gae(
             *(packed, packed, packed_mask, None, None, None, offsets, *gae_numbers, False)
         ),
+        "gae, packed, long": lambda: gae.gae(
+            *(long_packed, long_packed, long_packed > 0, None, None, None, two_rows),
+            *(*gae_numbers, False),
+        ),
+        "gae, long, dones, bootstrap, two lambdas": lambda: gae.gae(
+            *(long, long, long_mask, long_mask, row, row, None, *two, True)
+        ),
         "gae, float64": lambda: gae.gae(
             x64, x64, mask, None, None, None, None, *gae_numbers, False
         ),
@@ -127,10 +137,15 @@ def examples() -> dict[str, Callable[[], Any]]:
         "gae_backward, dones, two lambdas": lambda: gae.gae_backward(
             x, x, mask, mask, row, None, *two
         ),
+        "gae_backward, long, dones, two lambdas": lambda: gae.gae_backward(
+            long, long, long_mask, long_mask, row, None, *two
+        ),
         "affine_scan": lambda: scan(x, x, None, None, True),
+        "affine_scan, long": lambda: scan(long, long, row, None, True),
         "affine_scan, T <= 32": lambda: scan(short, short, None, None, True),
         "affine_scan_backward": lambda: adjoint(x, x, x, None, None, True),
         "affine_scan_backward, T <= 32": lambda: adjoint(short, short, short, None, None, True),
+        "affine_scan_backward, long": lambda: adjoint(long, long, long, row, None, True),
         "token_logprobs": lambda: logprobs(logits, tokens, None, 1.0, True),
         "token_logprobs, unaligned": lambda: logprobs(odd, tokens, None, 1.0, True),
         "token_logprobs, V <= 1024": lambda: logprobs(narrow, tokens, None, 1.0, True),
@@ -143,6 +158,7 @@ def examples() -> dict[str, Callable[[], Any]]:
 def _examples_of_losses_and_statistics() -> dict[str, Callable[[], Any]]:
     x, mask, rows = torch.zeros(4, 600), torch.ones(4, 600).bool(), torch.zeros(4)
     packed, offsets = torch.zeros(600), torch.tensor([0, 200, 600], dtype=torch.int32)
+    long = torch.zeros(4, 5000)
     scores, ids, weights = torch.zeros(64), torch.zeros(64).long(), torch.ones(3).double()
     moments = torch.zeros(3).double()
     # clip_low, clip_high, dual_clip, ratio_cap, log_ratio_clamp, kl_coef, kl_input_clamp, kl_clamp, entropy_coef
@@ -171,17 +187,15 @@ def _examples_of_losses_and_statistics() -> dict[str, Callable[[], Any]]:
         "value_loss, packed": lambda: value_loss.value_loss(
             packed, None, packed, None, offsets, None, 0.0, 0.5, 1.0, 0, True
         ),
+        "value_loss, long": lambda: value_loss.value_loss(
+            long, long, long, long > 0, None, None, 0.0, 0.5, 1.0, 0, True
+        ),
         "policy_loss": lambda: policy(0, 0, x, mask, None),
         "policy_loss, packed": lambda: policy(0, 0, packed, None, offsets),
         "policy_loss, sequence": lambda: policy(1, 0, x, mask, None),
         "policy_loss, sequence_token, cispo": lambda: policy(2, 1, x, mask, None),
         "policy_loss, reinforce, float64": lambda: policy(0, 2, x.double(), mask, None),
     }
-
-
-def resources(target: GPUTarget, call: Callable[[], Any]) -> Resources:
-    """Of all launches of a call, the worst."""
-    return worst([_of_compiled(launch.compile(target)) for launch in launches(call)])
 
 
 def worst(of: list[Resources]) -> Resources:
@@ -195,11 +209,18 @@ def worst(of: list[Resources]) -> Resources:
 
 
 def all_resources(backend: str) -> Mapping[str, Resources]:
-    """By example, the worst over the targets of ``backend``."""
-    return {
-        name: worst([resources(target, call) for target in TARGETS[backend]])
-        for name, call in examples().items()
-    }
+    """By example, the worst of its launches over the targets of ``backend``."""
+    measured: dict[tuple[GPUTarget, tuple[str, str, str]], Resources] = {}
+    found = {}
+    for name, call in examples().items():
+        keys = []
+        for launch, target in itertools.product(launches(call), TARGETS[backend]):
+            key = target, launch.key(target)
+            if key not in measured:
+                measured[key] = _of_compiled(launch.compile(target))
+            keys.append(key)
+        found[name] = worst([measured[key] for key in keys])
+    return found
 
 
 def _of_compiled(compiled: Any) -> Resources:

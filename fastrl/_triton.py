@@ -19,6 +19,8 @@ from torch import Tensor
 
 # Elements of a tile, whatever the number of rows they come from.
 TILE = 512
+# A row up to this length is over before more launches would be; from so many rows on each has a program of its own.
+LONG_ROW, MANY_ROWS = 4096, 256
 # Off: a first call must not measure, and the number of warps may change how a sum is rounded.
 _AUTOTUNE = os.environ.get("FASTRL_TRITON_AUTOTUNE") == "1"
 
@@ -83,6 +85,10 @@ def compute_type(dtype: torch.dtype) -> tl.dtype:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
+def dense(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.contiguous()
+
+
 def unit_stride(t: Tensor | None) -> Tensor | None:
     """Rows that a kernel can walk; other layouts (time first, expanded) are copied once."""
     if t is None or t.dim() == 0 or t.stride(-1) == 1 or t.shape[-1] <= 1:
@@ -98,7 +104,7 @@ def mask_rows(mask: Tensor | None) -> Tensor | None:
 
 def dense_mask(mask: Tensor | None) -> Tensor | None:
     """A mask as a kernel reads it, element by element in row-major order."""
-    return mask_rows(None if mask is None else mask.contiguous())
+    return mask_rows(dense(mask))
 
 
 def row_stride(t: Tensor | None) -> int:
@@ -119,6 +125,19 @@ def tile_shape(t: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
         return 1, TILE
     columns = 32 if t.shape[1] <= 32 else 128
     return TILE // columns, columns
+
+
+def num_slots(t: Tensor, cu_seqlens: Tensor | None, slot: int) -> int:
+    """How many pieces of ``slot`` tokens the rows of ``t`` have room for; see `first_slot`."""
+    count = num_rows(t, cu_seqlens)
+    if cu_seqlens is None:
+        return count * triton.cdiv(t.shape[-1], slot)
+    return t.shape[-1] // slot + count if count > 0 else 0
+
+
+def has_few_long_rows(t: Tensor, cu_seqlens: Tensor | None) -> bool:
+    """Whether a program per row could leave a GPU mostly idle; of packed rows one may hold nearly all tokens."""
+    return t.shape[-1] > LONG_ROW and (cu_seqlens is not None or t.shape[0] < MANY_ROWS)
 
 
 @triton.jit
@@ -145,6 +164,33 @@ def spans(cu_seqlens, rows, num_rows, length):
         start = tl.minimum(tl.maximum(start, 0), length)
         size = tl.minimum(tl.maximum(stop, start), length) - start
     return start, size
+
+
+@triton.jit
+def first_slot(cu_seqlens, row, num_rows, length, SLOT: tl.constexpr):
+    """Slots number pieces of SLOT tokens without a look at other rows: a packed row has room for its length, at least one
+    slot, and never overlaps the next."""
+    if cu_seqlens is None:
+        return row * tl.cdiv(length, SLOT)
+    else:
+        start, _ = spans(cu_seqlens, row, num_rows, length)
+        return start // SLOT + row
+
+
+@triton.jit
+def row_of_slot(cu_seqlens, slot, num_rows, length, SLOT: tl.constexpr):
+    """Whatever the offsets hold, the answer is a row."""
+    if cu_seqlens is None:
+        return slot // tl.cdiv(length, SLOT)
+    else:
+        low = tl.zeros_like(slot)
+        high = low + num_rows
+        while high - low > 1:
+            middle = (low + high) // 2
+            is_reached = first_slot(cu_seqlens, middle, num_rows, length, SLOT) <= slot
+            low = tl.where(is_reached, middle, low)
+            high = tl.where(is_reached, high, middle)
+        return low
 
 
 @triton.jit
@@ -180,9 +226,15 @@ def _compose(a, b, a_next, b_next):
 
 
 @triton.jit
+def steps_to(a, b, REVERSE: tl.constexpr):
+    """What the steps up to each one do to a carry that enters the tile ``[R, N]``: (a, b) of x = a carry + b."""
+    return tl.associative_scan((a, b), 1, _compose, reverse=REVERSE)
+
+
+@triton.jit
 def scan(a, b, carry, REVERSE: tl.constexpr):
     """x = a x_before + b along each row of a tile ``[R, N]``; ``carry [R, 1]`` enters it, at the right end for REVERSE."""
-    a, b = tl.associative_scan((a, b), 1, _compose, reverse=REVERSE)
+    a, b = steps_to(a, b, REVERSE)
     return b + a * carry
 
 

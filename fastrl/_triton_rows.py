@@ -16,9 +16,10 @@ from torch import Tensor
 
 from fastrl import _triton
 from fastrl._losses import AGGREGATIONS
-from fastrl._triton import spans
+from fastrl._triton import first_slot, is_valid, row_of_slot, spans
 
 SLOT = tl.constexpr(1024)
+_NOWHERE = tl.constexpr(2**62)  # behind every column
 _TOKEN_MEAN, _TOKEN_SUM, _TOKEN_MEANS, _NORM = (
     tl.constexpr(AGGREGATIONS[name])
     for name in ("token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
@@ -48,49 +49,23 @@ def is_finite(x):
 
 
 @triton.jit
-def first_slot(cu_seqlens, row, num_rows, length):
-    """Without a look at other rows: a packed row has room for its length and never overlaps the next."""
-    if cu_seqlens is None:
-        return row * tl.cdiv(length, SLOT)
-    else:
-        start, _ = spans(cu_seqlens, row, num_rows, length)
-        return start // SLOT + row
-
-
-@triton.jit
-def row_of_slot(cu_seqlens, slot, num_rows, length):
-    """Whatever the offsets hold, the answer is a row."""
-    if cu_seqlens is None:
-        return slot // tl.cdiv(length, SLOT)
-    else:
-        low = tl.zeros_like(slot)
-        high = low + num_rows
-        while high - low > 1:
-            middle = (low + high) // 2
-            is_reached = first_slot(cu_seqlens, middle, num_rows, length) <= slot
-            low = tl.where(is_reached, middle, low)
-            high = tl.where(is_reached, high, middle)
-        return low
-
-
-@triton.jit
 def slots_of_row(row_spans, cu_seqlens, row, num_rows, length):
     """The first slot of a row, and how many hold its valid tokens."""
     first = tl.load(row_spans + row)
     end = tl.load(row_spans + num_rows + row)
-    return first_slot(cu_seqlens, row, num_rows, length), tl.cdiv(end - first, SLOT)
+    return first_slot(cu_seqlens, row, num_rows, length, SLOT), tl.cdiv(end - first, SLOT)
 
 
 @triton.jit
 def slot_tokens(mask, cu_seqlens, row_spans, slot, num_rows, length, mask_stride):
     """The row of a slot, where that starts among packed tokens, its number of valid tokens; then of each token of the
     slot the column, whether there is one, and whether it is valid."""
-    row = row_of_slot(cu_seqlens, slot, num_rows, length)
+    row = row_of_slot(cu_seqlens, slot, num_rows, length, SLOT)
     start, size = spans(cu_seqlens, row, num_rows, length)
     first = tl.load(row_spans + row)
     end = tl.load(row_spans + num_rows + row)
     count = tl.load(row_spans + 2 * num_rows + row)
-    begin = (slot - first_slot(cu_seqlens, row, num_rows, length)) * SLOT
+    begin = (slot - first_slot(cu_seqlens, row, num_rows, length, SLOT)) * SLOT
     offset = begin + tl.arange(0, SLOT)
     exists = (offset >= 0) & (offset < size)
     column = first + offset
@@ -139,25 +114,60 @@ def add_lines(
 # ---- kernels around the one of a loss
 
 
+@triton.jit
+def _span(valid, column):
+    """Of each token: its column where that can be the first of a row, one past it where it can be the last, and 1."""
+    column = column.to(tl.int64)
+    return tl.where(valid, column, _NOWHERE), tl.where(valid, column + 1, 0), valid.to(tl.int64)
+
+
+@_triton.jit
+def slot_spans_kernel(
+    mask, cu_seqlens, slot_spans, num_rows: tl.int64, length: tl.int64, num_slots: tl.int64, mask_stride: tl.int64
+):  # fmt: skip
+    """`row_spans_kernel` for a slot of tokens counted from the start of their row."""
+    slot = tl.program_id(0).to(tl.int64)
+    row = row_of_slot(cu_seqlens, slot, num_rows, length, SLOT)
+    start, size = spans(cu_seqlens, row, num_rows, length)
+    begin = (slot - first_slot(cu_seqlens, row, num_rows, length, SLOT)) * SLOT
+    column = begin + tl.arange(0, SLOT)
+    exists = (column >= 0) & (column < size)
+    valid = is_valid(mask, start + row * mask_stride + column, exists)
+    firsts, ends, counts = _span(valid, column)
+    tl.store(slot_spans + slot, tl.min(firsts, 0))
+    tl.store(slot_spans + num_slots + slot, tl.max(ends, 0))
+    tl.store(slot_spans + 2 * num_slots + slot, tl.sum(counts, 0))
+
+
 @_triton.jit
 def row_spans_kernel(
-    mask, cu_seqlens, row_spans, num_rows: tl.int64, length: tl.int64, mask_stride: tl.int64, BLOCK: tl.constexpr
+    mask, cu_seqlens, slot_spans, row_spans, num_rows: tl.int64, length: tl.int64, num_slots: tl.int64,
+    mask_stride: tl.int64, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """First valid token, one past the last one, and their number: 0, 0 and 0 without one."""
     row = tl.program_id(0).to(tl.int64)
     start, size = spans(cu_seqlens, row, num_rows, length)
     first, end, count = tl.zeros_like(size), size, size
     if mask is not None:
-        lowest = tl.zeros([BLOCK], tl.int64) + size
-        ends, counts = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
-        for tile in range(tl.cdiv(size, BLOCK)):
-            column = tile * BLOCK + tl.arange(0, BLOCK)
-            at = mask + start + row * mask_stride + column
-            valid = tl.load(at, mask=column < size, other=0) != 0
-            lowest = tl.where(valid, tl.minimum(lowest, column), lowest)
-            ends = tl.where(valid, column + 1, ends)
-            counts += valid.to(tl.int64)
-        end, count = tl.max(ends, 0), tl.sum(counts, 0)
+        lowest = tl.zeros([BLOCK], tl.int64) + _NOWHERE
+        highest, total = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
+        # One long row must not wait for a program that reads all of its mask.
+        pieces = size if slot_spans is None else tl.cdiv(size, SLOT)
+        for tile in range(tl.cdiv(pieces, BLOCK)):
+            piece = tile * BLOCK + tl.arange(0, BLOCK)
+            exists = piece < pieces
+            if slot_spans is None:
+                valid = is_valid(mask, start + row * mask_stride + piece, exists)
+                firsts, ends, counts = _span(valid, piece)
+            else:
+                slot = slot_spans + first_slot(cu_seqlens, row, num_rows, length, SLOT) + piece
+                firsts = tl.load(slot, mask=exists, other=_NOWHERE)
+                ends = tl.load(slot + num_slots, mask=exists, other=0)
+                counts = tl.load(slot + 2 * num_slots, mask=exists, other=0)
+            lowest = tl.minimum(lowest, firsts)
+            highest = tl.maximum(highest, ends)
+            total += counts
+        end, count = tl.max(highest, 0), tl.sum(total, 0)
         first = tl.where(count > 0, tl.min(lowest, 0), 0)
     tl.store(row_spans + row, first)
     tl.store(row_spans + num_rows + row, end)
@@ -227,21 +237,27 @@ class LossRows:
         self.agg = agg
         self.count = _triton.num_rows(like, cu_seqlens)
         self.length = like.shape[-1]
-        slot = SLOT.value
-        if cu_seqlens is None:
-            self.num_slots = self.count * triton.cdiv(self.length, slot)
-        else:
-            self.num_slots = self.length // slot + self.count if self.count > 0 else 0
+        self.num_slots = _triton.num_slots(like, cu_seqlens, SLOT.value)
         self.spans = like.new_empty((3, self.count), dtype=torch.int64)
         self.totals = like.new_empty((3,), dtype=torch.float64)
         self.cu_seqlens = cu_seqlens
         # What every kernel over slots begins with, in the order of `slot_tokens`.
         self.tensors = (mask, cu_seqlens, self.spans, self.totals)
         self.numbers = (self.count, self.length, _triton.row_stride(mask))
+        of_slots = None
+        sizes = (self.count, self.length, self.num_slots, _triton.row_stride(mask))
+        if mask is not None and _triton.has_few_long_rows(like, cu_seqlens):
+            of_slots = self.spans.new_empty((3, self.num_slots))
+            _triton.launch(
+                slot_spans_kernel,
+                (self.num_slots,),
+                *(mask, cu_seqlens, of_slots, *sizes),
+                num_warps=4,
+            )
         _triton.launch(
             row_spans_kernel,
             (self.count,),
-            *(mask, cu_seqlens, self.spans, *self.numbers),
+            *(mask, cu_seqlens, of_slots, self.spans, *sizes),
             num_warps=4,
             BLOCK=1024,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,7 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("fastrl: interrupted", file=sys.stderr)
         return 130
     except (OSError, ValueError, FloatingPointError) as error:
-        print(f"fastrl: {error}", file=sys.stderr)
+        # Several processes print to one terminal.
+        rank = (
+            f" (rank {os.environ.get('RANK')})"
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1
+            else ""
+        )
+        print(f"fastrl{rank}: {error}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
         print(

@@ -1,13 +1,11 @@
-"""The Triton kernels compile for every GPU without one, keep their budgets, and compile once for any numbers."""
+"""The Triton kernels compile for every GPU without one and keep their budgets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from fastrl import _library
 
@@ -17,10 +15,6 @@ if _library.triton_interprets:
 
 from benchmarks import budget, cuda_resources, triton_resources
 from benchmarks.cuda_resources import Resources
-from fastrl.ops.gae import triton as gae
-from fastrl.ops.token_logprobs import triton as token_logprobs
-
-CARRY, ZERO_STEP, IGNORE = 0, 1, 2
 
 
 @pytest.fixture(autouse=True)
@@ -63,72 +57,26 @@ def test_a_change_beyond_the_budget_shows_both_figures(
     ]
 
 
-def compilations(calls: list[Callable[[], Any]]) -> int:
-    return len({launch.key() for call in calls for launch in triton_resources.launches(call)})
-
-
-def a_gae(
-    length: int,
-    gamma: float = 0.99,
-    lam: float = 0.95,
-    holes: int = CARRY,
-    fill_carry: bool = False,
-    returns_lam: float = -1.0,
-    dtype: torch.dtype = torch.float32,
-    rows: int = 3,
-    offset: int = 0,
-) -> Callable[[], Any]:
-    """GAE of rows that begin ``offset`` elements after an aligned address."""
-    x = torch.zeros(rows * length + offset, dtype=dtype)[offset:].view(rows, length)
-    numbers = (gamma, lam, returns_lam, holes, fill_carry)
-    return lambda: gae.gae(x, x, torch.ones(rows, length).bool(), None, None, None, None, *numbers)
-
-
-def test_gae_compiles_three_times_for_any_length() -> None:
-    """The tile takes 32 columns, 128 or 512; nothing else depends on the length."""
-    lengths = [1, 2, 16, 31, 32, 33, 64, 100, 127, 128, 129, 160, 512, 1000, 1024, 4097, 70_000]
-    assert compilations([a_gae(t) for t in lengths if t <= 32]) == 1
-    assert compilations([a_gae(t) for t in lengths if 32 < t <= 128]) == 1
-    assert compilations([a_gae(t) for t in lengths if t > 128]) == 1
-    assert compilations([a_gae(t) for t in lengths]) == 3
-
-
-def test_gae_compiles_once_for_any_numbers_rows_and_addresses() -> None:
-    numbers = [(g, c) for g in (0.0, 0.5, 0.99, 1.0) for c in (0.0, 0.9, 1.0)]
-    calls = [a_gae(200, gamma, lam) for gamma, lam in numbers]
-    calls += [a_gae(200, rows=rows, offset=offset) for rows in (1, 16, 17) for offset in (0, 1, 4)]
-    assert compilations(calls) == 1
-
-
-def test_gae_compiles_for_each_set_of_flags() -> None:
-    flags = [
-        {"holes": holes, "fill_carry": fill, "returns_lam": returns_lam}
-        for holes in (CARRY, ZERO_STEP, IGNORE)
-        for fill in (False, True)
-        for returns_lam in (-1.0, 1.0)
+def test_scans_combine_neighbours_in_the_same_order_whichever_way_a_row_goes() -> None:
+    """A thread with several neighbours would sum them first, and a row cut up would not have the bits of a whole one."""
+    examples, target = triton_resources.examples(), triton_resources.TARGETS["cuda"][1]
+    names = [
+        "gae",
+        "gae, T <= 32",
+        "gae, packed, long",
+        "affine_scan, long",
+        "affine_scan_backward",
     ]
-    assert compilations([a_gae(200, **f) for f in flags]) == 12
-    two_lambdas = [a_gae(200, returns_lam=value) for value in (0.0, 0.5, 1.0)]
-    assert compilations(two_lambdas) == 1
-    assert compilations([a_gae(200, dtype=t) for t in (torch.float32, torch.float64)]) == 2
+    for name in names:
+        launches = triton_resources.launches(examples[name])
+        scanned = [_layouts_of_scans(launch.compile(target).asm["ttgir"]) for launch in launches]
+        found = [layout for layouts in scanned for layout in layouts]
+        assert found
+        for layout in found:
+            assert "sizePerThread = [1, 1], threadsPerWarp = [1, 32]" in layout, name
 
 
-def some_logprobs(
-    classes: int, temperature: float = 1.0, entropy: bool = True
-) -> Callable[[], Any]:
-    logits, tokens = torch.zeros(2, classes), torch.zeros(2, dtype=torch.long)
-    return lambda: token_logprobs.token_logprobs(logits, tokens, None, temperature, entropy)
-
-
-def test_token_logprobs_compile_for_two_tiles_with_and_without_vectors() -> None:
-    """1024 classes at once or 4096; float32 rows are aligned to 16 bytes when 4 divides the classes."""
-    aligned, narrow = [1028, 4096, 32_000, 151_936], [4, 16, 1000, 1024]
-    assert compilations([some_logprobs(v) for v in aligned]) == 1
-    assert compilations([some_logprobs(v) for v in aligned + narrow]) == 2
-    assert compilations([some_logprobs(v) for v in (1029, 4095, 50_257)]) == 1
-    assert compilations([some_logprobs(v) for v in (1028, 4096, 1029, 50_257)]) == 2
-
-
-def test_token_logprobs_compile_once_for_any_temperature() -> None:
-    assert compilations([some_logprobs(4096, t) for t in (0.0, 0.1, 0.7, 1.0, 2.0)]) == 1
-    assert compilations([some_logprobs(4096, entropy=e) for e in (False, True)]) == 2
+def _layouts_of_scans(code: str) -> list[str]:
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg.*)$", code, re.M))
+    used = re.findall(r'"tt\.scan".*?\}\) : \(tensor<\w+, (#\w+)>', code, re.S)
+    return [layouts[name] for name in used]

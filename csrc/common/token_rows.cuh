@@ -190,10 +190,12 @@ constexpr int kStrips = LossChunks::kTokens / kStripTokens;
 
 // The part of a strip that one lane has.
 struct LossStrip {
-  int64_t token;   // its first token, counted from the start of the row
-  int num_loaded;  // how many of its tokens lie in front of the end of the valid ones
-  bool is_in_row;  // all tokens of the warp lie in the row, none has wrapped around
-  bool valid[kStrip];
+  int64_t token;       // its first token, counted from the start of the row
+  int num_loaded;      // how many of its tokens lie in front of the end of the valid ones
+  bool is_in_row;      // all tokens of the warp lie in the row, none has wrapped around
+  uint32_t valid = 0;  // a bit per token
+
+  __device__ __forceinline__ bool is_valid(int i) const { return (valid >> i) & 1; }
 };
 
 // A chunk of a row seen from one lane of its warp.
@@ -242,7 +244,8 @@ class LossChunk {
     out.is_in_row = first + kStripTokens <= row.length;
 #pragma unroll
     for (int i = 0; i < kStrip; ++i) {
-      out.valid[i] = (__shfl_sync(kAllLanes, words_, index * kStrip + i) >> lane_index()) & 1;
+      const uint32_t word = __shfl_sync(kAllLanes, words_, index * kStrip + i);
+      out.valid |= ((word >> lane_index()) & 1) << i;
     }
     return out;
   }
@@ -327,18 +330,18 @@ class StripInput {
       for (int i = 0; i < kStrip; ++i) x_[i] = 0;
     } else if (per_row_) {
 #pragma unroll
-      for (int i = 0; i < kStrip; ++i) x_[i] = strip.valid[i] ? row_value_ : T{0};
+      for (int i = 0; i < kStrip; ++i) x_[i] = strip.is_valid(i) ? row_value_ : T{0};
     } else if constexpr (sizeof(T) == 8) {
 #pragma unroll
-      for (int i = 0; i < kStrip; ++i) x_[i] = strip.valid[i] ? raw_[i] : 0.0;
+      for (int i = 0; i < kStrip; ++i) x_[i] = strip.is_valid(i) ? raw_[i] : 0.0;
     } else if (kind_ == Kind::f32) {
 #pragma unroll
-      for (int i = 0; i < kStrip; ++i) x_[i] = strip.valid[i] ? __uint_as_float(raw_[i]) : 0.0f;
+      for (int i = 0; i < kStrip; ++i) x_[i] = strip.is_valid(i) ? __uint_as_float(raw_[i]) : 0.0f;
     } else {
 #pragma unroll
       for (int i = 0; i < kStrip; ++i) {
         const float number = kind_ == Kind::bf16 ? from_bf16(raw_[i]) : from_f16(raw_[i]);
-        x_[i] = strip.valid[i] ? number : 0.0f;
+        x_[i] = strip.is_valid(i) ? number : 0.0f;
       }
     }
   }

@@ -237,11 +237,11 @@ __global__ void __launch_bounds__(kLossThreads)
     T gradient[kStrip], of_entropy[kStrip];
 #pragma unroll
     for (int i = 0; i < kStrip; ++i) {
-      const Derivatives<T> d = add_token(terms, row, in, i, strip.valid[i], sums);
+      const Derivatives<T> d = add_token(terms, row, in, i, strip.is_valid(i), sums);
       through += d.through;
       const T total = d.direct + (kPass == Pass::sequence_grads ? row_gradient : d.through);
-      gradient[i] = strip.valid[i] ? weight * total : zero;
-      of_entropy[i] = strip.valid[i] ? entropy_gradient : zero;
+      gradient[i] = strip.is_valid(i) ? weight * total : zero;
+      of_entropy[i] = strip.is_valid(i) ? entropy_gradient : zero;
     }
     if (kPass == Pass::sequence_sums) continue;
     if (views.grad_logp != nullptr) {
@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(kLossThreads)
   if (!chunk.exists() || !chunk.has_tokens()) return;
   StripInput<T> logp(call.views.logp, chunk), old_logp(call.views.old_logp, chunk);
   T total = 0;
-#pragma unroll 2
+#pragma unroll
   for (int k = 0; k < kStrips; ++k) {
     if (!chunk.has_strip(k)) break;
     const LossStrip strip = chunk.strip(k);

@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kLossThreads)
       // Zero unless something is not finite.
       const T probe = zero * value + (zero * target + zero * old_value);
       sums.counts += counted(probe != zero, token.is_clipped);
-      gradient[i] = strip.valid[i] ? weight * token.d_value : zero;
+      gradient[i] = strip.is_valid(i) ? weight * token.d_value : zero;
     }
     if (views.grad_values != nullptr) {
       chunk.store(views.grad_values, views.values.kind, views.out_stride, strip, gradient);

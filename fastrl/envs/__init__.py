@@ -4,7 +4,7 @@ Nothing here knows of training, so an environment can be tested, and its records
 """
 
 from fastrl.envs.env import Env, EnvTask, Message, StepResult, load_env_task
-from fastrl.envs.tasks import Question, Reward, Task, load_task
+from fastrl.envs.tasks import Question, Reward, RewardError, Task, as_score, load_task
 from fastrl.envs.tools import ToolBox, ToolCall, ToolEnv, parse_tool_calls, tool_schema
 from fastrl.envs.trajectory import Trajectory, Turn, read_trajectories, write_trajectories
 
@@ -14,6 +14,7 @@ __all__ = [
     "Message",
     "Question",
     "Reward",
+    "RewardError",
     "StepResult",
     "Task",
     "ToolBox",
@@ -21,6 +22,7 @@ __all__ = [
     "ToolEnv",
     "Trajectory",
     "Turn",
+    "as_score",
     "load_env_task",
     "load_task",
     "parse_tool_calls",

@@ -1,7 +1,6 @@
 """Environments of other packages behind `Env`: reasoning-gym, Gymnasium and TextArena.
 
-Any class with the methods of `Env` needs no adapter. `verifiers` 0.4 has no adapter: it no longer has
-`reset` and `step`; its agents own the conversation and reach the model through a server.
+Any class with the methods of `Env` needs no adapter. That of verifiers is in `verifiers.py`.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ learn from random weights, and `tools`, the usual tool calls of chat models.
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,10 @@ class Calculator(ToolEnv):
     the first are partial credit: from random weights no episode is right, and a group of zeros teaches
     nothing.
 
+    `demonstrate` makes the calls that are due, but before each it gives up with probability `guesses` and
+    answers with a number between the least and the largest sum. With the default most demonstrations are
+    wrong, and the likeliest thing to do at every call is the wrong one: what they show is how to speak.
+
     >>> env = Calculator(terms=3)
     >>> env.reset({"terms": [3, 5, 4]})
     [{'role': 'user', 'content': '03+5+4:'}]
@@ -45,7 +50,13 @@ class Calculator(ToolEnv):
     """
 
     def __init__(
-        self, *, terms: int = 3, largest: int = 9, style: str = "compact", strict: bool = True
+        self,
+        *,
+        terms: int = 3,
+        largest: int = 9,
+        style: str = "compact",
+        strict: bool = True,
+        guesses: float = 0.6,
     ) -> None:
         if not (2 <= terms <= 9 and 1 <= largest <= 9 and style in ("compact", "tools")):
             raise ValueError(
@@ -54,7 +65,7 @@ class Calculator(ToolEnv):
             )
         self._num_terms, self._largest = terms, largest
         self._compact = style == "compact"
-        self._strict = strict
+        self._strict, self._guesses = strict, guesses
         # As sums over turns, steps and answer are each at most 1.
         self.weights = {"solved": 1.0, "answer": 1.0, "steps": 1.0, "valid_calls": 0.0}
         super().__init__([self.calculate])
@@ -101,6 +112,26 @@ class Calculator(ToolEnv):
         )
         return [{"role": "user", "content": text}]
 
+    def demonstrate(self, task: Mapping[str, Any], rng: random.Random) -> list[Message]:
+        """The calls of `task` and its answer, or as many of the calls as come before a guess."""
+        terms: list[int] = list(task["terms"])
+        said, total = [], terms[0]
+        for term in terms[1:]:
+            if rng.random() < self._guesses:
+                total = rng.randint(len(terms), len(terms) * self._largest)
+                break
+            said.append(self._call(total, term))
+            total += term
+        said.append(f"={total:02d}" if self._compact else str(total))
+        return [{"role": "assistant", "content": text} for text in said]
+
+    def _call(self, a: int, b: int) -> str:
+        """The message that adds two numbers with the tool."""
+        if self._compact:
+            return f"{a:02d}+{b}"
+        call = {"name": "calculate", "arguments": {"a": a, "operator": "+", "b": b}}
+        return f"<tool_call>{json.dumps(call)}</tool_call>"
+
     def step(self, message: Message) -> StepResult:
         """Run the call of `message`, or score its answer."""
         return self._compact_step(message) if self._compact else super().step(message)
@@ -118,7 +149,7 @@ class Calculator(ToolEnv):
         match = re.fullmatch(r"(\d\d?)\+(\d)", text)
         credit = 0.0
         if made < num_due:
-            due = Question(text="", answer=f"{self._sums[-1]:02d}+{self._terms[made + 1]}")
+            due = Question(text="", answer=self._call(self._sums[-1], self._terms[made + 1]))
             credit = position_match(due, text) / num_due
         answer = "?;"
         if match:

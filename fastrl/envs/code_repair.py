@@ -123,7 +123,11 @@ class CodeRepair(ToolEnv):
         """Run the hidden cases on the module as it now is."""
         name = self._task["module"]
         before = self._task["files"][name]
-        after = self._sandbox.read(name)
+        try:
+            after = self._sandbox.read(name)
+        except (ValueError, OSError, RuntimeError):
+            # A folder, or a way of links, where the module was: no module, and no failed episode.
+            after = None
         results = case_results(
             after, self._task, limits=self._limits, unsandboxed=self._unsandboxed
         )
@@ -194,7 +198,10 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, bool) or isinstance(b, bool):
         return a is b
     if isinstance(a, (int, float)) and isinstance(b, (int, float)):
-        return a == b or math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
+        try:
+            return a == b or math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
+        except OverflowError:  # an integer that no float can hold
+            return False
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(map(_equal, a, b))
     if isinstance(a, dict) and isinstance(b, dict):

@@ -38,8 +38,10 @@ class Env(Protocol):
     the same first messages, because episodes of one task form a group that shares its prompt.
     What may be there too: `tools`, a list of tool schemas for the chat template; `info`, a JSON-like
     mapping that is recorded when the episode ends; `cut()`, the reward parts of an episode that ran into
-    a limit of turns or tokens; `close()`, called when it has ended. `step` may add "tool_calls" to the
-    message it is given.
+    a limit of turns or tokens; `close()`, called when it has ended; `demonstrate(task, rng)`, the assistant
+    messages of one way to play `task`, enough to reach its end, for a warm start. It may be a poor way:
+    what is imitated is the form, and reinforcement improves on it. `rng` is a `random.Random`. `step` may add
+    "tool_calls" to the message it is given.
     """
 
     weights: Mapping[str, float]
@@ -89,7 +91,8 @@ def load_env_task(
 ) -> EnvTask:
     """The environment named `source`, made with `params`, and its tasks.
 
-    `source` is a built-in name, "reasoning_gym:NAME", "gymnasium:NAME", "textarena:NAME", or the import path "package.module:Class" of anything that has the methods of
+    `source` is a built-in name, "reasoning_gym:NAME", "gymnasium:NAME", "textarena:NAME",
+    "verifiers:NAME", or the import path "package.module:Class" of anything that has the methods of
     `Env`. `weights` replaces weights of single reward parts. With fewer tasks than `held_out` asks
     for in addition to one for training, the held-out tasks are also trained on: an environment such
     as guess_number has all of its few tasks in both.
@@ -152,4 +155,5 @@ _ADAPTERS = {
     "reasoning_gym": "fastrl.envs.adapters:ReasoningGym",
     "gymnasium": "fastrl.envs.adapters:Gymnasium",
     "textarena": "fastrl.envs.adapters:TextArena",
+    "verifiers": "fastrl.envs.verifiers:Verifiers",
 }

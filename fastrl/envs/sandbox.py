@@ -239,7 +239,10 @@ def _bubblewrap(folder: Path, limits: Limits, command: Sequence[str]) -> list[st
         *(a for path in sorted(ways - {"/tmp"}) for a in ("--perms", "0755", "--dir", path)),
         *(a for path in _visible() for a in ("--ro-bind", path, path)),
         *("--proc", "/proc", "--dev", "/dev"),
-        *("--bind", str(folder), str(folder), "--chdir", str(folder), "--"),
+        *("--bind", str(folder), str(folder)),
+        # They lie in memory without a limit, and are this user's where it is not root.
+        *("--remount-ro", "/dev", "--remount-ro", "/"),
+        *("--chdir", str(folder), "--"),
         *_unprivileged(folder),
         *_limited(limits),
         *command,
@@ -283,7 +286,8 @@ def _unshare(folder: Path, limits: Limits, command: Sequence[str]) -> list[str]:
         # The old root is detached: nothing of it can be reached any more.
         "umount -l /old",
         "rmdir /old",
-        "mount -o remount,ro /",
+        # Of the mount alone: with its options, which name users outside, a user namespace refuses it.
+        "mount -o remount,bind,ro /",
         f"cd {quoted(str(folder))}",
         f"exec {_FOLDER_DESCRIPTOR}<&-",
         "exec " + shlex.join([*_unprivileged(folder), *_limited(limits), *command]),
@@ -308,6 +312,8 @@ def _mount_point() -> str:
 
 
 _FOLDER_DESCRIPTOR = 9
+_BLOCK = 4096
+"""What an empty file costs, or they could be made without end."""
 _WRAPPERS: dict[str, Wrapper] = {"bubblewrap": _bubblewrap, "unshare": _unshare}
 
 
@@ -404,7 +410,7 @@ def _drain(
                 output += block
             if len(output) > 10 * limits.output_bytes:
                 return bytes(output), "output"
-            if _size(folder) > limits.folder_bytes:
+            if _exceeds(folder, limits.folder_bytes):
                 return bytes(output), "disk"
             if process.poll() is not None:
                 # A child left behind may hold the pipe open; it is killed, not waited for.
@@ -420,14 +426,21 @@ def _rest(descriptor: int, limits: Limits) -> bytes:
     return bytes(rest)
 
 
-def _size(folder: Path) -> int:
-    """Bytes in a folder; what vanishes meanwhile counts nothing."""
-    total = 0
-    for root, _, names in os.walk(folder, followlinks=False):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(root, name)).st_size
-    return total
+def _exceeds(folder: Path, limit: int) -> bool:
+    """Whether the folder is larger, with a block for each entry; what vanishes meanwhile counts nothing."""
+    total, folders = 0, [str(folder)]
+    # Not os.walk, which recurses: a command may nest folders deeper than Python can. No further than the
+    # limit, because a command may make files faster than they are counted.
+    while folders:
+        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    total += max(entry.stat(follow_symlinks=False).st_size, _BLOCK)
+                    if total > limit:
+                        return True
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+    return False
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -442,12 +455,18 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder whose permissions may have been taken away."""
+    """Remove a folder whatever is in it; chmod and rm follow no links on their way down."""
 
-    def retry(function: Callable[[str], object], path: str, _: object) -> None:
-        with contextlib.suppress(OSError):
-            os.chmod(os.path.dirname(path), 0o700)
-            os.chmod(path, 0o700)
-            function(path)
+    def call(*command: str) -> None:
+        subprocess.run([*command, "--", str(folder)], check=False, capture_output=True)
 
-    shutil.rmtree(folder, onerror=retry)
+    # Not shutil.rmtree: folders may be nested deeper than Python can follow.
+    call("rm", "-rf")
+    # Permissions may have been taken away, and processes that are being killed may go on for a moment and
+    # write what was just removed.
+    for pause in (0.0, 0.05, 0.2, 1.0):
+        if not folder.exists():
+            return
+        time.sleep(pause)
+        call("chmod", "-R", "u+rwx")
+        call("rm", "-rf")

@@ -11,6 +11,7 @@ import importlib
 import math
 import random
 import re
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar, cast
@@ -18,9 +19,11 @@ from typing import Any, TypeAlias, TypeVar, cast
 __all__ = [
     "Question",
     "Reward",
+    "RewardError",
     "RewardFunction",
     "Source",
     "Task",
+    "as_score",
     "count_up",
     "exact_match",
     "last_number",
@@ -50,6 +53,10 @@ RewardFunction: TypeAlias = Callable[[Question, str], float | None]
 Source: TypeAlias = Callable[..., Sequence[Question]]
 
 
+class RewardError(ValueError):
+    """A reward function raised, took too long, or returned what is no score."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reward:
     """A reward function with its name and weight."""
@@ -57,6 +64,51 @@ class Reward:
     name: str
     function: RewardFunction
     weight: float = 1.0
+
+    def score(self, question: Question, completion: str) -> float | None:
+        """What the function returns, None when not scored; RewardError when it fails."""
+        try:
+            value = self.function(question, completion)
+        except (Exception, SystemExit) as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            what = f"raised {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+            raise self.failure(question, what) from error
+        try:
+            return as_score(value)
+        except (TypeError, ValueError) as error:
+            raise self.failure(question, f"returned no score: {error}") from error
+
+    def failure(self, question: Question, what: str) -> RewardError:
+        """The error that says what the function did, and at which question."""
+        return RewardError(
+            f"task: reward {self.name!r} {what}; the question was {question.text!r:.80}"
+        )
+
+
+def as_score(value: object) -> float | None:
+    """`value` as a float; None, which means not scored, for None and NaN.
+
+    Raises TypeError or ValueError for anything but a finite number or None. Tensors and arrays of one
+    element are numbers; a string that reads like one is not.
+
+    >>> as_score(True), as_score(float("nan"))
+    (1.0, None)
+    """
+    if value is None:
+        return None
+    try:
+        if isinstance(value, (str, bytes, bytearray)):
+            raise TypeError
+        number = float(value)  # type: ignore[arg-type]
+        if math.isinf(number):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        kind = TypeError if isinstance(error, (TypeError, RuntimeError)) else ValueError
+        raise kind(
+            f"it must be a finite number, or None when the answer cannot be judged, got {value!r:.80} "
+            f"({type(value).__name__})"
+        ) from None
+    return None if math.isnan(number) else number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,13 +130,8 @@ class Task:
         return stream(self.train, position, size, self.seed)
 
     def score(self, question: Question, completion: str) -> dict[str, float | None]:
-        """Each reward of one completion by name; None where it was not scored."""
-        parts: dict[str, float | None] = {}
-        for reward in self.rewards:
-            value = reward.function(question, completion)
-            scored = value is not None and not math.isnan(value)
-            parts[reward.name] = float(cast(float, value)) if scored else None
-        return parts
+        """Each reward of one completion by name; None where it was not scored. Raises RewardError."""
+        return {reward.name: reward.score(question, completion) for reward in self.rewards}
 
     def total(self, parts: Mapping[str, float | None]) -> float | None:
         """The weighted sum of the rewards that were scored; None when none was."""

@@ -123,6 +123,8 @@ def parse_tool_calls(text: str) -> Parsed:
     for body in _CALL.findall(text):
         try:
             call = json.loads(body)
+            # Half of a surrogate pair is no text: neither tokenizers nor files take it.
+            json.dumps(call, ensure_ascii=False).encode()
             arguments = call.get("arguments", {})
             # Some models write the arguments as a string that holds JSON, as the protocol itself does.
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments

@@ -148,7 +148,8 @@ def _scored(value: float | None) -> float | None:
 
 def write_trajectories(path: Path, records: Iterable[Trajectory]) -> None:
     """Append `records` to the file at `path`, one line each."""
-    with open(path, "a", encoding="utf-8") as file:
+    # Half of a surrogate pair becomes "\\ud800", which is what JSON calls it.
+    with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(record.to_json() + "\n" for record in records)
 
 

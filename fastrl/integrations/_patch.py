@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
+import sys
 from importlib import metadata
 from typing import Any, NamedTuple
 
 from fastrl.errors import FastrlError
+from fastrl.presets._tokens import NotCovered
 
 
 class VersionError(FastrlError, ImportError):
@@ -27,8 +31,11 @@ class Replaced(NamedTuple):
 _replaced: list[Replaced] = []
 
 
-def check_version(package: str, tested: tuple[str, ...]) -> None:
-    """Refuse a version of ``package`` that was not tested, unless FASTRL_UNCHECKED_VERSIONS=1."""
+def check_version(package: str, tested: tuple[str, ...], how: str = "tested with") -> None:
+    """Refuse a version of ``package`` that was not tested, unless FASTRL_UNCHECKED_VERSIONS=1.
+
+    ``how`` is "written against" for packages that no test can install.
+    """
     try:
         found = metadata.version(package)
     except metadata.PackageNotFoundError as error:
@@ -38,8 +45,18 @@ def check_version(package: str, tested: tuple[str, ...]) -> None:
         ) from error
     if found not in tested and os.environ.get("FASTRL_UNCHECKED_VERSIONS") != "1":
         raise VersionError(
-            f"fastrl.integrations: {package} must be {' or '.join(tested)}, the versions this was tested with, "
+            f"fastrl.integrations: {package} must be {' or '.join(tested)}, the versions this was {how}, "
             f"got {found}; set FASTRL_UNCHECKED_VERSIONS=1 to run it all the same"
+        )
+
+
+def check_arguments(package: str, theirs: Any, ours: Any) -> None:
+    """For trainers without a version: refuse one whose function takes other arguments than ours, by name and order."""
+    found, wanted = (list(inspect.signature(each).parameters) for each in (theirs, ours))
+    if found != wanted and os.environ.get("FASTRL_UNCHECKED_VERSIONS") != "1":
+        raise VersionError(
+            f"fastrl.integrations: {package}'s {ours.__name__} must take ({', '.join(wanted)}) as when this was written, "
+            f"got ({', '.join(found)}); set FASTRL_UNCHECKED_VERSIONS=1 to run it all the same"
         )
 
 
@@ -56,6 +73,30 @@ def replace(package: str, owner: Any, key: str, new: Any) -> None:
     else:
         setattr(owner, key, new)
     _replaced.append(Replaced(package, name, owner, key, old, is_mapping))
+
+
+def replace_everywhere(package: str, key: str, old: Any, new: Any) -> None:
+    """Replace ``old`` in every loaded module of ``package`` that has it under the name ``key``."""
+    inside = (package, f"{package}.")
+    for name, module in list(sys.modules.items()):
+        if (name == inside[0] or name.startswith(inside[1])) and vars(module).get(key) is old:
+            replace(package, module, key, new)
+
+
+def or_theirs(ours: Any, theirs: Any) -> Any:
+    """``ours``, or ``theirs`` for the options that ours refuses with ``NotCovered``; a second time the same."""
+    if hasattr(theirs, "fastrl"):
+        return theirs
+
+    @functools.wraps(theirs)
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return ours(*args, **kwargs)
+        except NotCovered:
+            return theirs(*args, **kwargs)
+
+    choose.fastrl = ours  # type: ignore[attr-defined]
+    return choose
 
 
 def restore(package: str) -> None:

@@ -1,4 +1,4 @@
-"""OpenRLHF 0.11.2 on fastrl: policy and value loss, KL, GAE and reward-to-go.
+"""OpenRLHF 0.11.2 on fastrl: policy and value loss, KL, log-probabilities, group baselines, GAE and reward-to-go.
 
 ``install()`` before the trainers are imported, since they take the names from the modules patched here.
 """
@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import sys
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastrl.integrations import _patch
@@ -27,11 +30,24 @@ def install() -> None:
         for owner in (loss, models):
             if hasattr(owner, name):
                 _patch.replace(PACKAGE, owner, name, getattr(preset, name))
-    _patch.replace(PACKAGE, utils, "compute_approx_kl", preset.compute_approx_kl)
+    for name in ("compute_approx_kl", "log_probs_from_logits", "compute_entropy"):
+        _patch.replace(PACKAGE, utils, name, getattr(preset, name))
+    actor = sys.modules.get("openrlhf.models.actor")
+    for name in ("log_probs_from_logits", "compute_entropy"):
+        if hasattr(actor, name):
+            _patch.replace(PACKAGE, actor, name, getattr(preset, name))
 
 
 def install_experience_maker(maker: Any) -> None:
-    """Lead GAE and reward-to-go of an experience maker class to fastrl."""
+    """Lead group baselines, GAE, reward-to-go and normalisation of an experience maker class to fastrl."""
+    original = maker.compute_advantages_and_returns
+    if original.__module__ != __name__:
+        theirs = inspect.unwrap(original).__globals__
+
+        def compute(self: Any, experiences: list[Any]) -> list[Any]:
+            return _compute_advantages_and_returns(self, experiences, theirs)
+
+        _patch.replace(PACKAGE, maker, "compute_advantages_and_returns", compute)
     _patch.replace(PACKAGE, maker, "get_advantages_and_returns", _advantages)
     _patch.replace(PACKAGE, maker, "get_cumulative_returns", _returns)
 
@@ -39,6 +55,59 @@ def install_experience_maker(maker: Any) -> None:
 def uninstall() -> None:
     """Put OpenRLHF's own back."""
     _patch.restore(PACKAGE)
+
+
+@torch.no_grad()
+def _compute_advantages_and_returns(self: Any, experiences: list[Any], theirs: Any) -> list[Any]:
+    """OpenRLHF's steps with its own length penalties and reward shaping; the statistics are fastrl's."""
+    args = self.strategy.args
+    estimator, samples = self.advantage_estimator, args.rollout.n_samples_per_prompt
+    for experience in experiences:
+        dtype = torch.promote_types(experience.rewards.dtype, torch.float32)
+        experience.rewards = experience.rewards.to(dtype)
+    theirs["apply_length_penalties"](experiences, args)
+    sizes = [len(experience.index) for experience in experiences]
+    groups = torch.tensor([i for experience in experiences for i in experience.index]) // samples
+    rewards = torch.cat([experience.rewards for experience in experiences])
+    groups = groups.to(rewards.device)
+    if samples > 1:
+        # The rows of a group side by side, in whatever order: a standard deviation does not ask.
+        order = groups.argsort()
+        spread = torch.empty_like(rewards)
+        spread[order] = rewards[order].view(-1, samples).std(-1).repeat_interleave(samples)
+        for experience, part in zip(experiences, spread.split(sizes)):
+            experience.info["group_reward_std"] = part
+    shaped = preset.baseline_rewards(rewards, groups, estimator).split(sizes)
+    if estimator not in ("gae", "reinforce") and args.algo.advantage.gamma != 1.0:
+        theirs["logger"].warning(f"gamma is set to 1.0 for {estimator}")
+        args.algo.advantage.gamma = 1.0
+    for experience, reward in zip(experiences, shaped):
+        per_token = theirs["compute_reward"](
+            *(reward, self.kl_ctl.value, experience.kl),
+            action_mask=experience.action_mask,
+            reward_clip_range=args.reward.clip_range,
+        )
+        if estimator == "gae":
+            experience.advantages, experience.returns = self.get_advantages_and_returns(
+                *(experience.values, per_token, experience.action_mask),
+                *(args.algo.advantage.gamma, args.algo.advantage.lambd),
+            )
+        else:
+            experience.returns = self.get_cumulative_returns(
+                per_token, experience.action_mask, args.algo.advantage.gamma
+            )
+            experience.advantages = experience.returns.clone()
+        experience.info["return"] = per_token.sum(dim=-1)
+        experience.kl = None
+    if estimator in ("gae", "reinforce", "reinforce_baseline"):
+        normalized = preset.normalize_advantages(
+            [experience.advantages for experience in experiences],
+            [experience.action_mask for experience in experiences],
+            args.algo.advantage.no_std_norm,
+        )
+        for experience, advantages in zip(experiences, normalized):
+            experience.advantages = advantages
+    return experiences
 
 
 def _advantages(

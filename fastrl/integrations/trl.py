@@ -1,14 +1,14 @@
 """TRL 1.16.0 on fastrl: :class:`FastGRPOTrainer` and :class:`FastRLOOTrainer` take the arguments of TRL's own.
 
-Log-probabilities, advantages and (GRPO) the loss run on fastrl; everything else, metrics and their names included, is
-TRL's. Runs with an entropy bonus or a router loss keep TRL's loss and take the log-probabilities alone.
+Log-probabilities, advantages, the loss and, on the CPU, the drawing of tokens run on fastrl; everything else, metrics and
+their names included, is TRL's. Runs with an entropy bonus or a router loss keep TRL's loss.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fastrl.integrations import _patch
-from fastrl.ops.token_logprobs import token_logprobs
+from fastrl.integrations._sampling import FastSampling
+from fastrl.ops.token_logprobs import token_logprobs, token_logprobs_
 from fastrl.presets import trl as preset
 from fastrl.surrogates import off_policy_mask
 
@@ -71,7 +72,9 @@ class _ChunkedHead:
                 logits = logits * logit_scale
             if softcap is not None:
                 logits = softcap * torch.tanh(logits / softcap)
-            out = token_logprobs(logits, tokens, temperature=temperature, entropy=with_entropy)
+            # The gradient replaces the logits, which nobody else sees.
+            score = token_logprobs_ if logits.requires_grad else token_logprobs
+            out = score(logits, tokens, temperature=temperature, entropy=with_entropy)
             return out.logp, out.entropy
 
         rows_at_once = max(1, _CHUNK_BYTES // (4 * weight.shape[0]))
@@ -102,36 +105,51 @@ def _fast_head() -> Iterator[None]:
         trl_utils._ChunkedLogProbFunction, trl_utils._use_triton = original, use_triton
 
 
-class FastLogProbs(_Base):
-    """Mixin: log-probabilities and entropies of the completions by fastrl."""
+class FastTrainer(_Base):
+    """Mixin: tokens drawn on the CPU, log-probabilities, entropies and advantages of the completions by fastrl."""
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        on_cpu = self.accelerator.device.type == "cpu" and not self.use_vllm
+        with FastSampling() if on_cpu else nullcontext():
+            return super()._generate_single_turn(*args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         with _fast_head():
-            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
-
-
-class FastGRPO(FastLogProbs):
-    """Mixin over ``GRPOTrainer``: log-probabilities, advantages and the loss by fastrl."""
+            result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            self._scored.append(result[0])
+        return result
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
         self._rewards_per_func = super()._calculate_rewards(*args, **kwargs)
         return self._rewards_per_func
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
+        # Of the policy first, where TRL asks for it, and of the reference model last.
+        self._scored: list[Tensor] = []
         output = super()._generate_and_score_completions(inputs)
         rewards = self._rewards_per_func
-        in_training = self.model.training
-        advantages = preset.grpo_advantages(
-            rewards,
-            self.reward_weights.to(rewards.device),
-            self.num_generations if in_training else self.num_generations_eval,
-            self.scale_rewards,
-            self.multi_objective_aggregation,
-        )
+        num_generations = self.num_generations if self.model.training else self.num_generations_eval
+        weights = self.reward_weights.to(rewards.device)
+        advantages = self._advantages(rewards, weights, num_generations, output)
         count = len(output["advantages"])
         start = self.accelerator.process_index * count
         output["advantages"] = advantages[start : start + count]
+        self._scored = []
         return output
+
+
+class FastGRPO(FastTrainer):
+    """Mixin over ``GRPOTrainer``: log-probabilities, advantages and the loss by fastrl."""
+
+    def _advantages(
+        self, rewards: Tensor, weights: Tensor, num_generations: int, output: Any
+    ) -> Tensor:
+        return preset.grpo_advantages(
+            *(rewards, weights, num_generations),
+            self.scale_rewards,
+            self.multi_objective_aggregation,
+        )
 
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
         if self._entropy_bonus_enabled or self.aux_loss_enabled:
@@ -294,9 +312,65 @@ _MULTIMODAL = (
 )
 
 
+class FastRLOO(FastTrainer):
+    """Mixin over ``RLOOTrainer``: log-probabilities, advantages and the loss by fastrl."""
+
+    def _advantages(
+        self, rewards: Tensor, weights: Tensor, num_generations: int, output: Any
+    ) -> Tensor:
+        kl = None
+        if self.beta != 0.0:
+            policy, reference = self._scored[0], self._scored[-1]
+            kl = preset.sequence_sum(policy - reference, output["completion_mask"])
+            kl = self.accelerator.gather(kl)
+        scores = preset.rloo_rewards(
+            rewards, weights, reward_clip_range=self.reward_clip_range, beta=self.beta, kl=kl
+        )
+        return preset.rloo_advantages(scores, num_generations, self.normalize_advantages)
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        if self.aux_loss_enabled:
+            return super()._compute_loss(model, inputs)
+        completion_ids, mask = inputs["completion_ids"], inputs["completion_mask"]
+        logps, entropies, _ = self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], completion_ids], dim=1),
+            torch.cat([inputs["prompt_mask"], mask], dim=1),
+            completion_ids.size(1),
+            compute_entropy=True,
+            **{name: inputs.get(name) for name in _MULTIMODAL},
+        )
+        out = preset.rloo_loss(
+            *(logps, inputs["old_logps"], inputs["advantages"], mask),
+            epsilon_low=self.epsilon_low,
+            epsilon_high=self.epsilon_high,
+        )
+        self._log_loss_metrics(out.log_ratio.exp(), inputs["advantages"], mask, entropies)
+        return out.loss
+
+    @torch.no_grad()
+    def _log_loss_metrics(
+        self, ratio: Tensor, advantages: Tensor, mask: Tensor, entropies: Tensor
+    ) -> None:
+        """The metrics of TRL's loss under their names, with one gathering of the rows."""
+        low = (ratio < 1 - self.epsilon_low) & (advantages < 0)
+        high = (ratio > 1 + self.epsilon_high) & (advantages > 0)
+        entropy = preset.sequence_sum(entropies, mask)
+        columns = [low.float(), high.float(), entropy, (mask != 0).sum(1).float()]
+        gathered = self.accelerator.gather(torch.stack(columns, 1))
+        mean, total = gathered.mean(0).tolist(), gathered.sum(0).tolist()
+        log = self._metrics["train" if self.model.training else "eval"]
+        log["entropy"].append(total[2] / max(total[3], 1.0))
+        log["clip_ratio/low_mean"].append(mean[0])
+        log["clip_ratio/low_min"].append(float(gathered[:, 0].min()))
+        log["clip_ratio/high_mean"].append(mean[1])
+        log["clip_ratio/high_max"].append(float(gathered[:, 1].max()))
+        log["clip_ratio/region_mean"].append(mean[0] + mean[1])
+
+
 class FastGRPOTrainer(FastGRPO, GRPOTrainer):
     """``trl.GRPOTrainer`` with the same arguments."""
 
 
-class FastRLOOTrainer(FastLogProbs, RLOOTrainer):
-    """``trl.RLOOTrainer`` with the same arguments; log-probabilities by fastrl, all else TRL's."""
+class FastRLOOTrainer(FastRLOO, RLOOTrainer):
+    """``trl.RLOOTrainer`` with the same arguments."""

@@ -1,4 +1,4 @@
-"""verl 0.9.1 on fastrl: advantages, policy, value and KL losses, and the way from jagged to padded rows.
+"""verl 0.9.1 on fastrl: advantages, policy, value and KL losses, log-probabilities, and the way from jagged to padded rows.
 
 ``install()`` in the driver and in every worker; the entry point ``verl.plugins`` does it where verl loads plugins.
 ``FASTRL_VERL=0`` turns the entry point off.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import Any
 
 import torch
@@ -41,6 +42,16 @@ _LOSSES = (
 )
 # Imported by name where the losses are put together.
 _BY_NAME = ("agg_loss", "compute_value_loss", "kl_penalty")
+_OF_LOGITS = ("logprobs_from_logits", "entropy_from_logits", "entropy_from_logits_with_chunking")
+# Engines that import logprobs_from_logits by name; those imported later find it replaced.
+_ENGINES = (
+    *(
+        f"verl.workers.engine.{name}.transformer_impl"
+        for name in ("fsdp", "automodel", "torchtitan", "veomni")
+    ),
+    "verl.workers.rollout.naive.naive_rollout",
+    "verl.trainer.ppo.prefix_grouper_utils",
+)
 
 
 def install() -> None:
@@ -65,6 +76,16 @@ def install() -> None:
         _patch.replace(PACKAGE, core_algos, name, getattr(preset, name))
         _patch.replace(PACKAGE, losses, name, getattr(preset, name))
     _patch.replace(PACKAGE, losses, "no_padding_2_padding", no_padding_2_padding)
+    # verl's bypass_mode stays: it finds these, and the losses above, as attributes of their modules.
+    helper: Any = importlib.import_module("verl.trainer.ppo.rollout_corr_helper")
+    for name in ("compute_rollout_correction_weights", "compute_offpolicy_metrics"):
+        _patch.replace(PACKAGE, helper, name, getattr(preset, name))
+    functional: Any = importlib.import_module("verl.utils.torch_functional")
+    for name in _OF_LOGITS:
+        _patch.replace(PACKAGE, functional, name, getattr(preset, name))
+    for engine in (sys.modules.get(name) for name in _ENGINES):
+        if hasattr(engine, "logprobs_from_logits"):
+            _patch.replace(PACKAGE, engine, "logprobs_from_logits", preset.logprobs_from_logits)
 
 
 def uninstall() -> None:

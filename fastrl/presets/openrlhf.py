@@ -9,8 +9,11 @@ from torch import Tensor, nn
 
 from fastrl.ops.discounted_returns import discounted_returns
 from fastrl.ops.gae import gae
+from fastrl.ops.group_advantages import group_advantages
 from fastrl.ops.policy_loss import policy_loss
 from fastrl.ops.value_loss import value_loss
+from fastrl.ops.whiten import whiten
+from fastrl.presets._logits import entropy_from_logits, logprobs_from_logits
 from fastrl.surrogates import kl_penalty
 
 KL_WEIGHT_CLIP = 10.0
@@ -174,6 +177,50 @@ def get_advantages_and_returns(
 def get_cumulative_returns(rewards: Tensor, action_mask: Tensor, gamma: float) -> Tensor:
     """Reward-to-go in which a masked token is a step without reward."""
     return discounted_returns(rewards, action_mask, gamma=gamma, holes="zero_step")
+
+
+def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-probabilities of ``labels``; divides the logits in place, as OpenRLHF does, whose entropy reads them afterwards."""
+    if temperature != 1.0:
+        logits.div_(temperature)
+    return logprobs_from_logits(logits, labels)
+
+
+compute_entropy = entropy_from_logits
+
+
+@torch.no_grad()
+def baseline_rewards(rewards: Tensor, groups: Tensor, estimator: str) -> Tensor:
+    """``[N]`` rewards less the baseline of ``algo.advantage.estimator``; those without a baseline leave them as they are."""
+    if estimator == "flash_reinforce":
+        return rewards - rewards.mean()
+    if estimator not in _BASELINES:
+        return rewards
+    baseline, scale = _BASELINES[estimator]
+    return group_advantages(rewards, groups, baseline=baseline, scale=scale, eps=1e-9)
+
+
+_BASELINES = {
+    "rloo": ("leave_one_out", "none"),
+    "reinforce_baseline": ("mean", "none"),
+    "dr_grpo": ("mean", "none"),
+    "group_norm": ("mean", "std"),
+}
+
+
+@torch.no_grad()
+def normalize_advantages(
+    advantages: Sequence[Tensor], masks: Sequence[Tensor], no_std_norm: bool = False
+) -> list[Tensor]:
+    """Centred, and unless ``no_std_norm`` divided by the standard deviation, over all valid tokens of all experiences."""
+    flat = torch.cat([x.flatten() for x in advantages]).float()
+    mask = torch.cat([x.flatten() for x in masks])
+    if no_std_norm:
+        flat = torch.where(mask != 0, flat - _mean(flat, mask), 0.0)
+    else:
+        flat = whiten(flat, mask, ddof=0, eps=1e-8, eps_mode="rsqrt_max")
+    parts = flat.split([x.numel() for x in advantages])
+    return [part.view(x.shape) for part, x in zip(parts, advantages)]
 
 
 def _mean(x: Tensor, mask: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +45,56 @@ def rloo_advantages(
     if normalize_advantages:
         advantages = whiten(advantages, ~rewards.isnan(), eps=1e-4, eps_mode="std_add")
     return advantages
+
+
+def rloo_rewards(
+    rewards_per_func: Tensor,
+    reward_weights: Tensor,
+    *,
+    reward_clip_range: Sequence[float] | None = None,
+    beta: float = 0.0,
+    kl: Tensor | None = None,
+) -> Tensor:
+    """``[N]`` scores of rewards ``[N, K]``: weighted sum, clipped, less ``beta`` times the sequence's KL ``[N]``; NaN: not scored."""
+    scores = (rewards_per_func * reward_weights).nansum(1)
+    scores = scores.masked_fill(rewards_per_func.isnan().all(1), torch.nan)
+    if reward_clip_range:
+        scores = scores.clamp(min=reward_clip_range[0], max=reward_clip_range[1])
+    return scores if kl is None else scores - beta * kl
+
+
+class SequenceLoss(NamedTuple):
+    """The loss, and the log-ratio of every sequence ``[B]``, a constant."""
+
+    loss: Tensor
+    log_ratio: Tensor
+
+
+def rloo_loss(
+    per_token_logps: Tensor,
+    old_logps: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+) -> SequenceLoss:
+    """The loss of ``RLOOTrainer``: the clipped ratio of whole sequences; ``old_logps`` and ``advantages`` are ``[B]``."""
+    logps = sequence_sum(per_token_logps, mask).unsqueeze(1)
+    old = old_logps.unsqueeze(1)
+    loss = policy_loss(
+        *(logps, old, advantages),
+        log_ratio_clamp=80.0,
+        clip_low=epsilon_low,
+        clip_high=epsilon_high,
+        denom=len(mask),
+    ).loss
+    return SequenceLoss(loss, (logps.detach() - old).squeeze(1))
+
+
+def sequence_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """``[B]`` sums over the valid tokens."""
+    return torch.where(mask != 0, x, 0.0).sum(1)
 
 
 def grpo_loss(

@@ -7,6 +7,7 @@ the counts of its whole mini-batch, so how a mini-batch is cut changes no gradie
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from fastrl.envs import Trajectory, Turn
 from fastrl.train.config import Config
 from fastrl.train.models import Inputs
 from fastrl.train.seeding import derived_seed
+from fastrl.train.world import ALONE, World
 
 __all__ = [
     "Batch",
@@ -66,7 +68,7 @@ class MicroBatch(NamedTuple):
 
 
 class MiniBatch(NamedTuple):
-    """What one optimiser step trains on, with its global counts."""
+    """What one optimiser step trains on: micro-batches of this rank, and counts over all ranks."""
 
     micro_batches: list[MicroBatch]
     num_tokens: int
@@ -169,9 +171,19 @@ def _padded(
 
 
 def plan_updates(
-    batch: Batch, config: Config, *, step: int, epoch: int, device: torch.device
+    batch: Batch,
+    config: Config,
+    *,
+    step: int,
+    epoch: int,
+    device: torch.device,
+    world: World = ALONE,
 ) -> list[MiniBatch]:
-    """The mini-batches of one pass, in order. Groups are shuffled by seed, step and epoch."""
+    """The mini-batches of one pass, in order. Groups are shuffled by seed, step and epoch.
+
+    All ranks get the same number of micro-batches, some perhaps without a trained token: with sharded
+    weights a forward pass is something that all ranks do together.
+    """
     shuffle = torch.Generator().manual_seed(derived_seed(config.seed, "shuffle", step, epoch))
     num_groups = int(batch.groups.max()) + 1 if len(batch.groups) else 0
     order = torch.randperm(num_groups, generator=shuffle)
@@ -180,17 +192,14 @@ def plan_updates(
     mini_batches = []
     for groups in order.tensor_split(config.optim.mini_batches):
         rows = (torch.isin(batch.groups, groups) & is_trained).nonzero().squeeze(1)
+        parts = _split(batch, rows.tolist(), config, world.size)
+        own = world.deal([int(batch.completion_mask[part].sum()) for part in parts])
+        micro_batches = [_micro_batch(batch, torch.tensor(parts[i]), device, world) for i in own]
+        while len(micro_batches) * world.size < len(parts):
+            micro_batches.append(_without_tokens(batch, device, world))
         mini_batches.append(
             MiniBatch(
-                [
-                    _micro_batch(batch, torch.tensor(r), device)
-                    for r in _split(
-                        batch,
-                        rows.tolist(),
-                        config.optim.micro_batch_tokens,
-                        config.model.share_prompts,
-                    )
-                ],
+                micro_batches,
                 num_tokens=int(batch.mask[rows].sum()),
                 num_sequences=len(rows),
             )
@@ -198,12 +207,14 @@ def plan_updates(
     return mini_batches
 
 
-def _split(batch: Batch, rows: list[int], budget: int, share_prompts: bool) -> list[list[int]]:
-    """`rows` sorted by length and cut so that each part has at most `budget` padded tokens.
+def _split(batch: Batch, rows: list[int], config: Config, num_ranks: int) -> list[list[int]]:
+    """`rows` sorted by length and cut so that each part has at most `optim.micro_batch_tokens` padded tokens.
 
     A part has one row or more, even when that row alone is over the budget. With `share_prompts` the
-    rows of a prompt stay side by side, because a prompt is computed once per part it appears in.
+    rows of a prompt stay side by side, because a prompt is computed once per part it appears in. For
+    several ranks the budget is lowered as far as it makes no more parts for each rank.
     """
+    budget, share_prompts = config.optim.micro_batch_tokens, config.model.share_prompts
     prompt_length = batch.prompt_mask.sum(1)[batch.prompt_of].tolist()
     length = batch.completion_mask.sum(1).tolist()
     prompt = batch.prompt_of.tolist()
@@ -211,25 +222,39 @@ def _split(batch: Batch, rows: list[int], budget: int, share_prompts: bool) -> l
         rows = sorted(rows, key=lambda r: (prompt_length[r], prompt[r], length[r]))
     else:
         rows = sorted(rows, key=lambda r: (prompt_length[r] + length[r], r))
-    parts: list[list[int]] = []
-    for row in rows:
-        part = [*parts[-1], row] if parts else []
-        num_prompts = len({prompt[r] for r in part}) if share_prompts else len(part)
-        width = max((prompt_length[r] for r in part), default=0)
-        cost = num_prompts * width + len(part) * max((length[r] for r in part), default=0)
-        if part and cost <= budget:
-            parts[-1] = part
-        else:
+
+    def cut(budget: int) -> list[list[int]]:
+        parts: list[list[int]] = []
+        num_prompts = width = longest = 0  # of the last part
+        for row in rows:
+            if parts:
+                num_prompts += not share_prompts or prompt[parts[-1][-1]] != prompt[row]
+                width, longest = max(width, prompt_length[row]), max(longest, length[row])
+                if num_prompts * width + (len(parts[-1]) + 1) * longest <= budget:
+                    parts[-1].append(row)
+                    continue
             parts.append([row])
+            num_prompts, width, longest = 1, prompt_length[row], length[row]
+        return parts
+
+    parts = cut(budget)
+    if num_ranks > 1 and parts:
+        turns = -(-len(parts) // num_ranks) * num_ranks
+        budgets = range(1, budget + 1)
+        lowest = bisect.bisect_left(budgets, True, key=lambda b: len(cut(b)) <= turns)
+        parts = cut(budgets[lowest])
     return parts
 
 
-def _micro_batch(batch: Batch, rows: Tensor, device: torch.device) -> MicroBatch:
+def _micro_batch(batch: Batch, rows: Tensor, device: torch.device, world: World) -> MicroBatch:
     prompts, prompt_of = torch.unique(batch.prompt_of[rows], return_inverse=True)
     prompt_mask = batch.prompt_mask[prompts]
     first = batch.prompt_mask.shape[1] - int(prompt_mask.sum(1).max())
     completion_mask = batch.completion_mask[rows]
     width = int(completion_mask.sum(1).max())
+    if world.size > 1:
+        # With one column the trunk is called once and not twice; all ranks must do the same.
+        width = min(max(width, 2), completion_mask.shape[1])
     mask = batch.mask[rows, :width]
     row, column = mask.nonzero(as_tuple=True)
     tensors = (
@@ -247,12 +272,29 @@ def _micro_batch(batch: Batch, rows: Tensor, device: torch.device) -> MicroBatch
     return MicroBatch(Inputs(*moved[:5]), *moved[5:])
 
 
+def _without_tokens(batch: Batch, device: torch.device, world: World) -> MicroBatch:
+    """A micro-batch that passes through the same layers as any other and adds nothing to the loss."""
+    prompt = int(batch.prompt_mask.sum(1).argmin())
+    row = int((batch.prompt_of == prompt).nonzero()[0])
+    some = _micro_batch(batch, torch.tensor([row]), device, world)
+    width = min(some.inputs.completion_ids.shape[1], 2)
+    inputs = some.inputs._replace(
+        completion_ids=some.inputs.completion_ids[:, :width],
+        completion_mask=some.inputs.completion_mask[:, :width],
+    )
+    none = some.tokens[:0]
+    return MicroBatch(inputs, none, none, none, torch.zeros_like(some.cu_seqlens))
+
+
 def fill(
-    batch: Batch, plan: Sequence[MiniBatch], compute: Callable[[MicroBatch], Sequence[Tensor]]
+    batch: Batch,
+    plan: Sequence[MiniBatch],
+    compute: Callable[[MicroBatch], Sequence[Tensor]],
+    world: World = ALONE,
 ) -> list[Tensor]:
     """What `compute` returns for each micro-batch of `plan`, [N] each, put together as [B, C].
 
-    Positions that are not trained on hold 0.
+    Positions that are not trained on hold 0. Every rank gets what all of them computed.
     """
     results: list[Tensor] = []
     for micro in (m for mini in plan for m in mini.micro_batches):
@@ -261,4 +303,5 @@ def fill(
             results = [v.new_zeros(batch.mask.numel()) for v in values]
         for result, value in zip(results, values, strict=True):
             result.index_copy_(0, micro.batch_index, value)
-    return [result.view(batch.mask.shape) for result in results]
+    # A place is filled by one rank and 0 on the others, so the sum is exact.
+    return [world.sum_(result).view(batch.mask.shape) for result in results]

@@ -2,7 +2,9 @@
 
 A checkpoint is a folder ``step_000010`` of safetensors and JSON files. It is written under a temporary
 name, flushed to the disk and renamed, so a name without a suffix is a finished write. A manifest with
-size and SHA-256 of every file detects what was damaged later; the one before it is then used.
+size and SHA-256 of every file detects what was damaged later; the one before it is then used. Where
+checkpoints exist but none can be read, loading ends with an error: a run that is to be continued never
+begins anew by itself.
 """
 
 from __future__ import annotations
@@ -23,9 +25,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fastrl.train.sharding import laid_out_like
+from fastrl.train.storage import flush, writing
 
 __all__ = [
     "Checkpoint",
+    "exists",
     "load_latest",
     "load_optimizer",
     "load_weights",
@@ -37,6 +44,8 @@ __all__ = [
 ]
 
 _MANIFEST = "manifest.json"
+_FORMAT = 1
+"""Of the folder and its manifest; raised when an older version could not read what is written."""
 _NAME = re.compile(r"step_(\d+)")
 
 
@@ -48,6 +57,19 @@ class Checkpoint:
     path: Path
     tensors: dict[str, dict[str, Tensor]]
     state: dict[str, Any]
+
+    def file(self, name: str) -> dict[str, Tensor]:
+        """The tensors of one file. Raises ValueError when there is none of that name."""
+        if name not in self.tensors:
+            raise ValueError(
+                f"checkpoint: {self.path} has no {name}, only {', '.join(sorted(self.tensors))}; resume "
+                "with the algorithm and model the run was started with"
+            )
+        return self.tensors[name]
+
+
+class NewerFormatError(ValueError):
+    """The checkpoint was written by a later version."""
 
 
 def save(
@@ -64,46 +86,89 @@ def save(
     """
     final = folder / f"step_{step:06d}"
     draft = folder / f"{final.name}.tmp"
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir()
-    for name, group in tensors.items():
-        save_file({k: v.detach().cpu().contiguous() for k, v in group.items()}, draft / name)
-    (draft / "state.json").write_text(json.dumps({"step": step, **state}, indent=1))
-    manifest = {
-        file.name: {"bytes": file.stat().st_size, "sha256": _digest(file)}
-        for file in sorted(draft.iterdir())
-    }
-    (draft / _MANIFEST).write_text(json.dumps(manifest, indent=1))
-    for file in draft.iterdir():
-        _flush(file)
-    _flush(draft)
-    shutil.rmtree(final, ignore_errors=True)
-    os.rename(draft, final)
-    _flush(folder)
-    # The old ones go only now, when the new one is safe.
-    for _, path in _finished(folder)[keep:]:
-        shutil.rmtree(path)
+    with writing(final):
+        folder.mkdir(parents=True, exist_ok=True)
+        # Also what crashes left of other steps.
+        for unfinished in folder.glob("step_*.tmp"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        try:
+            _write(draft, {"step": step, **state}, tensors)
+        except BaseException:
+            # A full disk is not to stay full because of half a checkpoint.
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        shutil.rmtree(final, ignore_errors=True)
+        os.rename(draft, final)
+        flush(folder)
+        # The old ones go only now, when the new one is safe. Those of later steps are damaged, or this
+        # one would not have been written: they must not count as the newest.
+        for _, path in [(s, path) for s, path in _finished(folder) if s <= step][keep:]:
+            shutil.rmtree(path)
     return final
 
 
-def load_latest(folder: Path, report: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint in `folder` that is undamaged; None without one.
+def _write(
+    draft: Path, state: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]
+) -> None:
+    draft.mkdir()
+    for name, group in tensors.items():
+        save_file({k: v.detach().cpu().contiguous() for k, v in group.items()}, draft / name)
+    (draft / "state.json").write_text(json.dumps(state, indent=1))
+    files = {
+        file.name: {"bytes": file.stat().st_size, "sha256": _digest(file)}
+        for file in sorted(draft.iterdir())
+    }
+    (draft / _MANIFEST).write_text(json.dumps({"format": _FORMAT, "files": files}, indent=1))
+    for file in draft.iterdir():
+        flush(file)
+    flush(draft)
 
-    `report` is told of every damaged one that was passed over, and why.
+
+def exists(folder: Path) -> bool:
+    """Whether `folder` holds a checkpoint, damaged or not."""
+    return bool(_finished(folder))
+
+
+def load_latest(folder: Path, report: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint in `folder` that is undamaged; None where none was ever written.
+
+    `report` is told of every damaged one that was passed over, and why. Raises ValueError when all are
+    damaged, and when the newest was written by a version of fastrl whose format this one does not know.
     """
-    for step, path in _finished(folder):
+    finished = _finished(folder)
+    for step, path in finished:
         try:
-            manifest = json.loads((path / _MANIFEST).read_text())
-            for name, expected in manifest.items():
-                _verify(path / name, expected)
-            tensors = {n: load_file(path / n) for n in manifest if n.endswith(".safetensors")}
-            state = json.loads((path / "state.json").read_text())
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            tensors, state = _read(path)
+        except NewerFormatError:
+            raise
+        except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
             report(f"checkpoint {path.name} is damaged and was passed over: {error}")
             continue
         return Checkpoint(step=step, path=path, tensors=tensors, state=state)
+    if finished:
+        raise ValueError(
+            f"checkpoint: all {len(finished)} checkpoints in {folder} are damaged; put a copy back, or "
+            "move the folder away to begin at step 0"
+        )
     return None
+
+
+def _read(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """Tensors and state of one checkpoint, every byte of it verified."""
+    manifest = json.loads((path / _MANIFEST).read_bytes())
+    if isinstance(manifest["format"], int) and manifest["format"] > _FORMAT:
+        # Not damaged: to pass it over would continue from an older step and write over this one.
+        raise NewerFormatError(
+            f"checkpoint: {path} has format {manifest['format']}, but this version of fastrl reads up to "
+            f"{_FORMAT}; install the version that wrote it, or move it away to continue from an older one"
+        )
+    names = {file.name for file in path.iterdir()} - {_MANIFEST}
+    if different := names ^ set(manifest["files"]):
+        raise ValueError(f"{sorted(different)[0]!r} is in the folder or the manifest alone")
+    for name, expected in manifest["files"].items():
+        _verify(path / name, expected)
+    tensors = {n: load_file(path / n) for n in names if n.endswith(".safetensors")}
+    return tensors, json.loads((path / "state.json").read_bytes())
 
 
 def _finished(folder: Path) -> list[tuple[int, Path]]:
@@ -130,34 +195,30 @@ def _digest(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _flush(path: Path) -> None:
-    """Wait until `path`, a file or the entries of a folder, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 # --- what is saved -----------------------------------------------------------------------------
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
     """The state dict of `module` with each shared tensor (tied embeddings) once, under its first name.
 
-    Without what is frozen beside adapters, which is the model that the configuration names.
+    Without what is frozen beside adapters, which is the model that the configuration names; a copy that is
+    frozen as a whole has everything.
     """
-    frozen = {n for n, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    is_copy = not any(p.requires_grad for p in parameters.values())
+    frozen = {n for n, p in parameters.items() if not (p.requires_grad or is_copy)}
     seen: set[int] = set()
     result = {}
-    for name, tensor in module.state_dict().items():
+    for name, tensor in module.state_dict(keep_vars=True).items():
         if name in frozen:
             continue
+        # A shard may be empty on some ranks, but all must find the same names.
+        place = id(tensor) if isinstance(tensor, DTensor) else tensor.data_ptr()
         # Empty tensors all have address 0 and are not shared.
-        if tensor.numel() and tensor.data_ptr() in seen:
+        if tensor.numel() and place in seen:
             continue
-        seen.add(tensor.data_ptr())
-        result[name] = tensor
+        seen.add(place)
+        result[name] = tensor.detach()
     return result
 
 
@@ -177,7 +238,7 @@ def load_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                     f"checkpoint: weight {name} must be {list(tensor.shape)}, got "
                     f"{list(tensors[name].shape)}; resume with the model the run was started with"
                 )
-            tensor.copy_(tensors[name])
+            tensor.copy_(laid_out_like(tensors[name], tensor))
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -188,9 +249,12 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """Put back what `optimizer_tensors` returned."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         number, _, key = name.partition(".")
+        if tensor.shape == parameters[int(number)].shape:
+            tensor = laid_out_like(tensor, parameters[int(number)])
         state.setdefault(int(number), {})[key] = tensor
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})

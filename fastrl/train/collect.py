@@ -18,8 +18,11 @@ from fastrl.train.episodes import play
 from fastrl.train.journal import Journal
 from fastrl.train.metrics import Timer
 from fastrl.train.models import Policy, load_policy
-from fastrl.train.rollout import Generator, TransformersGenerator
+from fastrl.train.rollout import Generator, TransformersGenerator, older_step
+from fastrl.train.scoring import score
 from fastrl.train.seeding import derived_seed, set_up
+from fastrl.train.sharding import gathered
+from fastrl.train.world import ALONE, World
 
 __all__ = ["Evaluation", "collect", "evaluate", "evaluate_run", "is_correct", "make_task"]
 
@@ -39,8 +42,11 @@ def collect(
     timer: Timer,
     *,
     step: int,
+    world: World = ALONE,
 ) -> list[Trajectory]:
     """Completions of the questions of `step`, scored; those of one prompt stand side by side.
+
+    Each rank samples and scores its share of the questions; all get all trajectories.
 
     With filter.groups, groups whose rewards are all equal are left out, and further questions are asked
     until there are rollout.prompts groups or filter.max_rounds is reached. Each round asks the same
@@ -61,6 +67,7 @@ def collect(
             temperature=rollout.temperature,
             seed=derived_seed(config.seed, "sample", step, *([number] if number else [])),
             step=step + 1,
+            world=world,
         )
         kept += found if not config.filter.groups else _with_variance(found)
         if len({t.uid for t in kept}) >= rollout.prompts:
@@ -78,7 +85,13 @@ def _with_variance(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
 
 
 def evaluate(
-    config: Config, task: Task | EnvTask, policy: Policy, generator: Generator, *, step: int
+    config: Config,
+    task: Task | EnvTask,
+    policy: Policy,
+    generator: Generator,
+    *,
+    step: int,
+    world: World = ALONE,
 ) -> Evaluation:
     """Accuracy and mean reward on the held-out questions, one completion each."""
     timer = Timer()
@@ -95,6 +108,7 @@ def evaluate(
         # The same draws each time, so that two evaluations differ by the model alone.
         seed=derived_seed(config.seed, "eval"),
         step=step,
+        world=world,
     )
     count = max(len(trajectories), 1)
     totals = [t.reward for t in trajectories if t.reward is not None]
@@ -121,8 +135,35 @@ def _answers(
     temperature: float,
     seed: int,
     step: int,
+    world: World,
 ) -> list[Trajectory]:
     """Scored completions of `questions`, which are pairs of uid and question, or task of an environment."""
+    # A question draws by its place among all of them, whichever rank asks it.
+    asked = world.share([(uid, place, q) for place, (uid, q) in enumerate(questions)])
+    options: dict[str, Any] = {"samples": samples, "temperature": temperature, "seed": seed}
+    with gathered(policy):
+        own = _own_answers(config, task, policy, generator, timer, asked, step=step, **options)
+    if world.size == 1:
+        return own
+    place = {uid: i for i, (uid, _) in enumerate(questions)}
+    lines = (line for rank in world.gather([t.to_json() for t in own]) for line in rank)
+    return sorted(map(Trajectory.from_json, lines), key=lambda t: place[t.uid])
+
+
+def _own_answers(
+    config: Config,
+    task: Task | EnvTask,
+    policy: Policy,
+    generator: Generator,
+    timer: Timer,
+    asked: Sequence[tuple[str, int, Any]],
+    *,
+    samples: int,
+    temperature: float,
+    seed: int,
+    step: int,
+) -> list[Trajectory]:
+    """Scored completions of `asked`, which holds uid, place, and question or task."""
     if isinstance(task, EnvTask):
         return play(
             config,
@@ -130,13 +171,13 @@ def _answers(
             policy,
             generator,
             timer,
-            [(uid, place, entry) for place, (uid, entry) in enumerate(questions)],
+            asked,
             samples=samples,
             temperature=temperature,
             seed=seed,
             step=step,
         )
-    texts = [_prompt(config, policy, question) for _, question in questions]
+    texts = [_prompt(config, policy, question) for _, _, question in asked]
     ids = [policy.encode(text) for text in texts]
     with timer("sample"):
         groups = generator.generate(
@@ -145,31 +186,41 @@ def _answers(
             max_new_tokens=config.rollout.max_new_tokens,
             temperature=temperature,
             seed=seed,
+            places=[place for _, place, _ in asked],
         )
-    trajectories = []
+    answered = [
+        (uid, question, text, prompt, completion)
+        for (uid, _, question), text, prompt, group in zip(asked, texts, ids, groups, strict=True)
+        for completion in group
+    ]
+    decoded = [policy.decode(c.token_ids) for *_, c in answered]
     with timer("score"):
-        for (uid, question), text, prompt, group in zip(questions, texts, ids, groups, strict=True):
-            for tokens, finished, logprobs in group:
-                completion = policy.decode(tokens)
-                parts = task.score(question, completion)
-                trajectories.append(
-                    Trajectory(
-                        uid=uid,
-                        prompt=text,
-                        completion=completion,
-                        answer=question.answer,
-                        question=question.text,
-                        prompt_ids=tuple(prompt),
-                        completion_ids=tuple(tokens),
-                        mask=(1,) * len(tokens),
-                        logprobs=tuple(logprobs or ()),
-                        reward=task.total(parts),
-                        reward_parts=parts,
-                        finished=finished,
-                        step=step,
-                    )
-                )
-    return trajectories
+        scores = score(
+            config.task, task, [(a[1], t) for a, t in zip(answered, decoded, strict=True)]
+        )
+    return [
+        Trajectory(
+            uid=uid,
+            prompt=text,
+            completion=completion,
+            answer=question.answer,
+            question=question.text,
+            prompt_ids=tuple(prompt),
+            completion_ids=tuple(tokens),
+            mask=(1,) * len(tokens),
+            logprobs=tuple(logprobs or ()),
+            reward=task.total(parts),
+            reward_parts=parts,
+            finished=finished,
+            step=step,
+            policy_step=older_step(version, step),
+            error=error,
+        )
+        for (uid, question, text, prompt, (tokens, finished, logprobs, version)), completion, (
+            parts,
+            error,
+        ) in zip(answered, decoded, scores, strict=True)
+    ]
 
 
 def evaluate_run(config: Config, run_dir: Path | None) -> Evaluation:

@@ -23,7 +23,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from fastrl.train.options import EnvConfig, FilterConfig, LoRAConfig
+from fastrl.train.options import (
+    CheckpointConfig,
+    CorrectionConfig,
+    EngineConfig,
+    EnvConfig,
+    FilterConfig,
+    LogConfig,
+    LoRAConfig,
+    ScaleConfig,
+    WarmStartConfig,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -96,6 +106,11 @@ class TaskConfig:
     """Put the prompt through the tokenizer's chat template."""
     rewards: tuple[RewardConfig, ...] = (RewardConfig(),)
     """The rewards, summed by weight; a reward of None or NaN means not scored."""
+    reward_seconds: float | None = 60.0
+    """Longest time of one call of a reward function, which then has failed; no limit if "none"."""
+    failed_reward: Literal["raise", "skip"] = "raise"
+    """Reward functions that raise, take too long or return no finite number: raise ends the run, skip
+    counts that reward as not scored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +127,9 @@ class RolloutConfig:
     """Softmax temperature of sampling and of every log-probability trained on."""
     batch_size: int = 256
     """Most sequences that are sampled side by side."""
+    overlap: int = 0
+    """Steps that sampling runs ahead of training; the weights that sample are then this many steps
+    old. 0 samples and trains in turn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,9 +230,12 @@ class PPOConfig:
     """The critic and the advantages of PPO."""
 
     gamma: float = 1.0
-    """Discount per token."""
+    """Discount per step of GAE."""
     lam: float = 0.95
     """Decay of GAE."""
+    credit: Literal["token", "turn"] = "token"
+    """The steps of GAE: tokens; or turns, each with the value before its first token and the sum of its
+    rewards, so that gamma and lam decay per turn and all tokens of a turn share one advantage."""
     whiten: bool = True
     """Give the advantages of a rollout mean 0 and variance 1."""
     critic: Literal["head", "separate"] = "head"
@@ -245,32 +266,6 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointConfig:
-    """What is saved, and when."""
-
-    every: int = 0
-    """Steps between checkpoints; 0 means only at the end and on Ctrl-C."""
-    keep: int = 2
-    """Newest checkpoints that are kept."""
-    final: bool = True
-    """Save after the last step."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LogConfig:
-    """What is shown and written while training."""
-
-    samples_every: int = 10
-    """Steps between printed sample completions; 0 prints none."""
-    samples: int = 2
-    """Completions printed and kept each time."""
-    tensorboard: bool = True
-    """Write TensorBoard files when TensorBoard is installed."""
-    progress: bool = True
-    """Show a progress bar on a terminal, or one line per step elsewhere."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """One run."""
 
@@ -294,10 +289,16 @@ class Config:
     """The questions and rewards."""
     env: EnvConfig = field(default_factory=EnvConfig)
     """An environment of several turns."""
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    """Imitation before the first step."""
     filter: FilterConfig = field(default_factory=FilterConfig)
     """Which groups are trained on."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Sampling."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    """What samples."""
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    """Weights of tokens that another policy or another engine sampled."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimiser."""
     loss: LossConfig = field(default_factory=LossConfig)
@@ -312,6 +313,8 @@ class Config:
     """Evaluation."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints."""
+    scale: ScaleConfig = field(default_factory=ScaleConfig)
+    """Several processes."""
     log: LogConfig = field(default_factory=LogConfig)
     """Logs."""
 
@@ -323,6 +326,7 @@ class Config:
             "rollout.batch_size": self.rollout.batch_size,
             "env.max_turns": self.env.max_turns,
             "env.workers": self.env.workers,
+            "warm_start.batch": self.warm_start.batch,
             "filter.max_rounds": self.filter.max_rounds,
             "optim.mini_batches": self.optim.mini_batches,
             "optim.epochs": self.optim.epochs,
@@ -334,11 +338,20 @@ class Config:
         for key, value in at_least_one.items():
             if value < 1:
                 raise ValueError(f"config: {key} must be at least 1, got {value}")
+        if self.scale.timeout <= 0:
+            raise ValueError(f"config: scale.timeout must be positive, got {self.scale.timeout}")
         if self.rollout.temperature <= 0:
             raise ValueError(
                 f"config: rollout.temperature must be positive, got {self.rollout.temperature}; "
                 "for greedy evaluation set eval.greedy = true instead"
             )
+        if self.rollout.overlap < 0 or (self.rollout.overlap and self.correction.kind == "none"):
+            raise ValueError(
+                f"config: rollout.overlap = {self.rollout.overlap} must be 0, or positive with a "
+                f'correction for old weights, got correction.kind = "{self.correction.kind}"; set "tis"'
+            )
+        if self.model.lora.rank:
+            self._check_adapters()
         if self.optim.mini_batches > self.rollout.prompts:
             raise ValueError(
                 f"config: optim.mini_batches must be at most rollout.prompts = {self.rollout.prompts} "
@@ -353,6 +366,20 @@ class Config:
             raise ValueError(
                 f"config: task.template must contain {{question}}, got {self.task.template!r}"
             )
+
+    def _check_adapters(self) -> None:
+        """Only the adapters are saved and handed on, which servers, copies and shards do not know of."""
+        refused = {
+            "engine.kind": (self.engine.kind, "transformers"),
+            "rollout.overlap": (self.rollout.overlap, 0),
+            "scale.strategy": (self.scale.strategy, "ddp"),
+        }
+        for key, (value, needed) in refused.items():
+            if value != needed:
+                raise ValueError(
+                    f"config: model.lora.rank = {self.model.lora.rank} needs {key} = {needed!r}, got "
+                    f"{value!r}; set it, or model.lora.rank = 0"
+                )
 
 
 # --- reading -----------------------------------------------------------------------------------

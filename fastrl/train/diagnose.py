@@ -20,6 +20,10 @@ _WINDOW = 5
 """Steps over which a metric is averaged, so that one unlucky step is no finding."""
 
 
+_OF_ONE_STEP = ("group/std_min", "group/mixed", "reward/failed", "episode/failed")
+"""Metrics of which one step is enough."""
+
+
 class Finding(NamedTuple):
     """One failure."""
 
@@ -123,9 +127,9 @@ _RULES: tuple[_Rule, ...] = (
     _Rule(
         "the sampler disagrees with the trainer",
         "sampler/logp_gap",
-        lambda v, c: _now(v) > 0.05,
+        lambda v, c: c.correction.kind == "none" and _now(v) > 0.05,
         "sampled tokens had other log-probabilities in the engine than in training, so the data is off policy",
-        "one precision for both; weights pushed after every step; truncated importance sampling",
+        'one precision for both, or correction.kind = "tis" (truncated importance sampling)',
     ),
     _Rule(
         "updates are too large",
@@ -156,6 +160,13 @@ _RULES: tuple[_Rule, ...] = (
         "look at the findings above first; then easier questions, partial rewards, a higher optim.lr",
     ),
     _Rule(
+        "rewards fail",
+        "reward/failed",
+        lambda v, c: v[-1] > 0,
+        "a reward function raised, took too long or returned no number; it scored nothing there",
+        "read the error of such completions in samples.jsonl; task.failed_reward = 'raise' stops at the first",
+    ),
+    _Rule(
         "environments fail",
         "episode/failed",
         lambda v, c: v[-1] > 0.05,
@@ -179,7 +190,7 @@ def diagnose(records: Sequence[Mapping[str, Any]], config: Config) -> list[Findi
         if values and rule.shows(values, config):
             count = min(len(values), _WINDOW)
             about = f" (mean of {count} steps)" if count > 1 else ""
-            last = values[-1] if rule.metric in ("group/std_min", "group/mixed") else _now(values)
+            last = values[-1] if rule.metric in _OF_ONE_STEP else _now(values)
             about = "" if last is values[-1] else about
             evidence = f"{rule.metric} at step {int(points[-1][0])}: {last:.4g}{about}"
             findings.append(Finding(rule.name, evidence, rule.meaning, rule.remedy))

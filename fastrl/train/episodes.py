@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from fastrl.envs import Env, EnvTask, Message, StepResult, Trajectory, Turn
+from fastrl.envs import Env, EnvTask, Message, StepResult, Trajectory, Turn, as_score
 from fastrl.train.chat import Chat
 from fastrl.train.config import Config
 from fastrl.train.guard import call_all
 from fastrl.train.metrics import Timer
 from fastrl.train.models import Policy
-from fastrl.train.rollout import Completion, Generator
+from fastrl.train.rollout import Completion, Generator, older_step
 
 __all__ = ["play"]
 
@@ -130,6 +130,7 @@ class _Episode:
         self._ids: list[int] = []
         self._mask: list[int] = []
         self._logprobs: list[float] | None = []
+        self._version: int | None = None
         self._turns: list[Turn] = []
         self._result: StepResult | None = None
         self._parts: dict[str, float | None] = dict.fromkeys(task.weights)
@@ -142,17 +143,29 @@ class _Episode:
 
     def answer(self) -> None:
         result = StepResult(*self.env.step(self._messages[-1]))
-        if unknown := set(result.reward_parts) - set(self._parts):
-            raise ValueError(
-                f"reward parts {sorted(unknown)} are not in the weights of the environment"
-            )
-        self._result = result
+        self._result = result._replace(reward_parts=self._scores(result.reward_parts))
 
     def end(self) -> None:
         if self.status == "truncated" and hasattr(self.env, "cut"):
-            self._score(self.env.cut())
+            self._score(self._scores(self.env.cut()))
         if hasattr(self.env, "close"):
             self.env.close()
+
+    def _scores(self, parts: Mapping[str, Any]) -> dict[str, float]:
+        """The parts that were scored, as numbers; an error is the environment's."""
+        if unknown := set(parts) - set(self._parts):
+            raise ValueError(
+                f"reward parts {sorted(unknown)} are not in the weights of the environment"
+            )
+        scores = {}
+        for name, value in parts.items():
+            try:
+                number = as_score(value)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"reward part {name!r} is no score: {error}") from error
+            if number is not None:
+                scores[name] = number
+        return scores
 
     # --- tokens
 
@@ -172,6 +185,7 @@ class _Episode:
         text = policy.decode(completion.token_ids)
         start = len(self._ids)
         self._ids += completion.token_ids
+        self._version = completion.version
         self._mask += [1] * len(completion.token_ids)
         if completion.logprobs is None:
             self._logprobs = None
@@ -200,7 +214,7 @@ class _Episode:
 
     def _score(self, parts: Mapping[str, float | None]) -> None:
         """Add rewards to the last turn and to the episode."""
-        scored = {n: float(v) for n, v in parts.items() if v is not None and v == v}
+        scored = {n: v for n, v in parts.items() if v is not None}
         if not scored:
             return
         for name, value in scored.items():
@@ -234,6 +248,7 @@ class _Episode:
             reward_parts=self._parts,
             finished=self.status == "finished",
             step=step,
+            policy_step=older_step(self._version, step),
             turns=tuple(self._turns),
             messages=tuple(self._messages),
             status=self.status or "finished",

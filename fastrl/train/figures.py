@@ -14,6 +14,7 @@ from fastrl.envs import Trajectory
 from fastrl.train.batch import Batch
 from fastrl.train.collect import is_correct
 from fastrl.train.config import Config
+from fastrl.train.correction import correct, ratios
 from fastrl.train.metrics import Timer
 
 __all__ = ["check_finite", "rollout_metrics", "sampler_metrics", "times", "with_logprobs"]
@@ -40,6 +41,7 @@ def rollout_metrics(
         },
         "reward/correct": sum(is_correct(config, t.reward_parts) for t in trajectories) / count,
         "reward/unscored": 1 - len(scored) / count,
+        "reward/failed": sum(bool(t.error) and t.status != "failed" for t in trajectories) / count,
         "group/zero_variance": same / max(len(ranges), 1),
         "completion/length_mean": sum(lengths) / count,
         "completion/length_max": max(lengths, default=0),
@@ -81,12 +83,29 @@ def _group_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
 
 
-def sampler_metrics(batch: Batch, old_logp: Tensor) -> dict[str, float]:
+def sampler_metrics(config: Config, batch: Batch, old_logp: Tensor) -> dict[str, float]:
     """How far the sampler's log-probabilities of the trained tokens are from the trainer's."""
     if batch.sampled_logp is None or not batch.mask.any():
         return {}
     gap = (old_logp.cpu().float() - batch.sampled_logp)[batch.mask].abs()
-    return {"sampler/logp_gap": float(gap.mean())}
+    found = ratios(batch, old_logp)
+    figures = {
+        "sampler/logp_gap": float(gap.mean()),
+        "sampler/kl_k1": float(found.metrics["kl"]),
+        "sampler/kl_k3": float(found.metrics["k3_kl"]),
+        "sampler/ess": float(found.metrics["ess"]),
+        "sampler/ratio_max": float(found.metrics["max"]),
+    }
+    corrected = correct(config, batch, old_logp)
+    if corrected is not None:
+        beyond = corrected.metrics["fraction_high"] + corrected.metrics["fraction_low"]
+        figures |= {
+            "correction/weight_mean": float(corrected.metrics["mean"]),
+            "correction/weight_max": float(corrected.metrics["max"]),
+            "correction/ess": float(corrected.metrics["ess"]),
+            "correction/truncated": float(beyond),
+        }
+    return figures
 
 
 def _num_sampled(trajectory: Trajectory) -> int:
@@ -114,7 +133,8 @@ def with_logprobs(
     """The first completions of a step as they are recorded, with the log-probabilities trained on."""
     kept = []
     for row, trajectory in enumerate(trajectories[: config.log.samples]):
-        if targets is not None and batch.mask[row].any():
+        # Those of old weights are not what was sampled from, so the sampler's own stay.
+        if targets is not None and trajectory.policy_step is None and batch.mask[row].any():
             logprobs = targets.old_logp[row, : len(trajectory.completion_ids)].tolist()
             trajectory = dataclasses.replace(trajectory, logprobs=tuple(logprobs))
         kept.append(trajectory)

@@ -7,7 +7,8 @@ of the first update is exactly 1 and not 1 up to rounding.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
@@ -32,12 +33,13 @@ def policy_outputs(
     policy: Policy, micro: MicroBatch, config: Config, timer: Timer, *, entropy: bool = False
 ) -> TokenOutputs:
     """Log-probabilities under `policy` at the temperature of sampling."""
+    compute = partial(_policy_outputs, policy, micro, config, timer, entropy=entropy)
     with policy.active():
-        return _policy_outputs(policy, micro, config, timer, entropy)
+        return cast(TokenOutputs, policy(compute))
 
 
 def _policy_outputs(
-    policy: Policy, micro: MicroBatch, config: Config, timer: Timer, entropy: bool
+    policy: Policy, micro: MicroBatch, config: Config, timer: Timer, *, entropy: bool
 ) -> TokenOutputs:
     hidden = _hidden(policy, micro, config)
     temperature = config.rollout.temperature
@@ -71,6 +73,19 @@ def policy_loss(
 ) -> tuple[fastrl.PolicyLoss | fastrl.LinearPolicyLoss, Tensor]:
     """The policy loss of the trained tokens with `options` of `fastrl.policy_loss`, and their hidden states."""
     options |= dataclasses.asdict(config.loss) | {"cu_seqlens": micro.cu_seqlens}
+    compute = partial(_policy_loss, policy, micro, config, timer, old_logp, advantages, options)
+    return cast(tuple[fastrl.PolicyLoss | fastrl.LinearPolicyLoss, Tensor], policy(compute))
+
+
+def _policy_loss(
+    policy: Policy,
+    micro: MicroBatch,
+    config: Config,
+    timer: Timer,
+    old_logp: Tensor,
+    advantages: Tensor,
+    options: dict[str, Any],
+) -> tuple[fastrl.PolicyLoss | fastrl.LinearPolicyLoss, Tensor]:
     if config.model.head == "fused":
         hidden = _hidden(policy, micro, config)
         with timer("fastrl"), autocast(config.model, policy.device):
@@ -84,7 +99,7 @@ def policy_loss(
                 **policy.head_options(),
                 **options,
             ), hidden
-    out = policy_outputs(policy, micro, config, timer, entropy=True)
+    out = _policy_outputs(policy, micro, config, timer, entropy=True)
     with timer("fastrl"):
         loss = fastrl.policy_loss(out.logp, old_logp, advantages, entropy=out.entropy, **options)
     return loss, out.hidden
@@ -101,6 +116,11 @@ def values_of(
     critic: ValueModel, micro: MicroBatch, config: Config, policy_hidden: Tensor
 ) -> Tensor:
     """Values [N] of the states before each trained token, from the critic's own trunk if it has one."""
+    values = critic(partial(_values, critic, micro, config, policy_hidden))
+    return cast(Tensor, values).squeeze(-1)
+
+
+def _values(critic: ValueModel, micro: MicroBatch, config: Config, policy_hidden: Tensor) -> Tensor:
     if critic.trunk is None:
         return critic.score(policy_hidden)
     with autocast(config.model, policy_hidden.device):

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from fastrl.train.advantages import group_advantages
 from fastrl.train.batch import Batch, MicroBatch, MiniBatch, fill
 from fastrl.train.config import Config
+from fastrl.train.correction import correct
 from fastrl.train.forward import policy_loss, policy_outputs
 from fastrl.train.metrics import StepMetrics, Timer
 from fastrl.train.models import Policy
+from fastrl.train.world import ALONE, World
 
 __all__ = ["GRPO"]
 
@@ -29,20 +31,26 @@ class Targets(NamedTuple):
     old_logp: Tensor
     advantages: Tensor
     ref_logp: Tensor | None
+    is_weights: Tensor | None = None
 
 
 class GRPO:
     """Group-relative policy optimisation."""
 
-    def __init__(self, config: Config, policy: Policy, timer: Timer) -> None:
+    def __init__(self, config: Config, policy: Policy, timer: Timer, world: World = ALONE) -> None:
         self.config = config
         self.policy = policy
         self.timer = timer
+        self.world = world
         self.reference = policy.reference() if config.kl.coef else None
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """What the optimiser trains, with learning rates."""
         return [{"params": self.policy.trained(), "lr": self.config.optim.lr}]
+
+    def networks(self) -> list[nn.Module]:
+        """What is computed, trained or not."""
+        return [self.policy, *([self.reference] if self.reference else [])]
 
     def modules(self) -> dict[str, nn.Module]:
         """What a checkpoint must hold."""
@@ -63,11 +71,17 @@ class GRPO:
             return [policy_outputs(p, micro, self.config, self.timer).logp for p in policies]
 
         with torch.no_grad():
-            old_logp, *ref_logp = fill(batch, plan, logps)
+            old_logp, *ref_logp = fill(batch, plan, logps, self.world)
         with self.timer("fastrl"):
             advantages = group_advantages(batch, self.config.grpo)
         advantages = advantages.to(old_logp)
-        return Targets(old_logp, advantages, ref_logp[0] if ref_logp else None)
+        corrected = correct(self.config, batch, old_logp)
+        return Targets(
+            old_logp,
+            advantages,
+            ref_logp[0] if ref_logp else None,
+            None if corrected is None else corrected.weights,
+        )
 
     def loss(
         self, micro: MicroBatch, mini: MiniBatch, targets: Targets, metrics: StepMetrics
@@ -77,12 +91,14 @@ class GRPO:
         old_logp, advantages = (
             t.flatten()[micro.batch_index] for t in (targets.old_logp, targets.advantages)
         )
-        ref_logp = None
-        if targets.ref_logp is not None:
-            ref_logp = targets.ref_logp.flatten()[micro.batch_index]
+        ref_logp, is_weights = (
+            None if t is None else t.flatten()[micro.batch_index]
+            for t in (targets.ref_logp, targets.is_weights)
+        )
         result, _ = policy_loss(
             *(self.policy, micro, self.config, self.timer, old_logp, advantages),
             ref_logp=ref_logp,
+            is_weights=is_weights,
             kl=None if ref_logp is None else kl.estimator,
             kl_grad=kl.grad,
             kl_coef=kl.coef,

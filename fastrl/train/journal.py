@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,8 +25,9 @@ from fastrl.envs import Trajectory, write_trajectories
 from fastrl.train import config as configs
 from fastrl.train.config import Config
 from fastrl.train.metrics import check_names
+from fastrl.train.storage import replace_file, writing
 
-__all__ = ["Journal"]
+__all__ = ["Journal", "Silent"]
 
 _FILES = ("metrics.jsonl", "eval.jsonl", "samples.jsonl", "eval_samples.jsonl")
 
@@ -50,12 +51,14 @@ class Journal:
         )
         self._job = self._bar.add_task(config.algorithm, total=config.steps, figures="")
 
-    def open(self, start: int) -> None:
-        """Begin at step `start`: save the configuration, cut records of later steps."""
-        self._run_dir.mkdir(parents=True, exist_ok=True)
-        (self._run_dir / "config.toml").write_text(configs.dumps(self._config), encoding="utf-8")
+    def open(self, start: int, *, evaluated: int) -> None:
+        """Begin at step `start`: save the configuration, cut records of later steps.
+
+        Evaluations are kept up to that of step `evaluated`, -1 for none.
+        """
+        replace_file(self._run_dir / "config.toml", configs.dumps(self._config).encode())
         for name in _FILES:
-            _cut(self._run_dir / name, start)
+            _cut(self._run_dir / name, evaluated if name.startswith("eval") else start)
         self._bar.update(self._job, completed=start)
         if self._config.log.tensorboard:
             try:
@@ -78,7 +81,9 @@ class Journal:
     ) -> None:
         self._bar.stop()
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            # An error that already ends the run says more than that its last events cannot be written.
+            with suppress(*[OSError] if error is not None else []):
+                self._tensorboard.close()
 
     def say(self, message: str) -> None:
         """Print one line."""
@@ -89,9 +94,7 @@ class Journal:
         check_names(metrics)
         self._append("metrics.jsonl", metrics)
         step = int(metrics["step"])
-        if self._tensorboard is not None:
-            for name, value in metrics.items():
-                self._tensorboard.add_scalar(name, value, step)
+        self._add_scalars(metrics, step)
         figures = _figures(metrics)
         self._bar.update(self._job, completed=step, figures=figures)
         if self._config.log.progress and not self._console.is_terminal:
@@ -100,10 +103,9 @@ class Journal:
     def evaluation(self, result: Mapping[str, float], trajectories: Sequence[Trajectory]) -> None:
         """Record one evaluation on the held-out questions."""
         self._append("eval.jsonl", result)
-        write_trajectories(self._run_dir / "eval_samples.jsonl", trajectories)
-        if self._tensorboard is not None:
-            for name in ("accuracy", "reward"):
-                self._tensorboard.add_scalar(f"eval/{name}", result[name], int(result["step"]))
+        self._append_trajectories("eval_samples.jsonl", trajectories)
+        shown = {f"eval/{name}": result[name] for name in ("accuracy", "reward")}
+        self._add_scalars(shown, int(result["step"]))
         self.say(
             f"held out after step {int(result['step'])}: accuracy {result['accuracy']:.3f}, "
             f"reward {result['reward']:.3f} ({int(result['questions'])} questions)"
@@ -111,7 +113,7 @@ class Journal:
 
     def samples(self, trajectories: Sequence[Trajectory]) -> None:
         """Record and print some completions."""
-        write_trajectories(self._run_dir / "samples.jsonl", trajectories)
+        self._append_trajectories("samples.jsonl", trajectories)
         if not self._config.log.progress:
             return
         table = Table("question", "completion", "answer", "reward")
@@ -125,32 +127,74 @@ class Journal:
     def sync(self) -> None:
         """Wait until all records are on the disk, so that none is older than a checkpoint."""
         for name in _FILES:
-            if (self._run_dir / name).exists():
-                with open(self._run_dir / name, "a") as file:
+            path = self._run_dir / name
+            if path.exists():
+                with writing(path), open(path, "a") as file:
                     os.fsync(file.fileno())
 
     def _append(self, name: str, record: Mapping[str, float]) -> None:
         # JSON has no NaN; null stands for a figure that is not defined.
         line = {k: None if not math.isfinite(v) else v for k, v in record.items()}
-        with open(self._run_dir / name, "a", encoding="utf-8") as file:
+        path = self._run_dir / name
+        with writing(path), open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
+
+    def _append_trajectories(self, name: str, trajectories: Sequence[Trajectory]) -> None:
+        with writing(self._run_dir / name):
+            write_trajectories(self._run_dir / name, trajectories)
+
+    def _add_scalars(self, values: Mapping[str, float], step: int) -> None:
+        if self._tensorboard is None:
+            return
+        with writing(self._run_dir / "tensorboard"):
+            for name, value in values.items():
+                self._tensorboard.add_scalar(name, value, step)
+
+
+class Silent(Journal):
+    """The journal of a rank that keeps none: the first rank writes and speaks for all."""
+
+    def open(self, start: int, *, evaluated: int) -> None:
+        """Nothing."""
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing."""
+
+    def say(self, message: str) -> None:
+        """Nothing."""
+
+    def metrics(self, metrics: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def evaluation(self, result: Mapping[str, float], trajectories: Sequence[Trajectory]) -> None:
+        """Nothing."""
+
+    def samples(self, trajectories: Sequence[Trajectory]) -> None:
+        """Nothing."""
+
+    def sync(self) -> None:
+        """Nothing."""
 
 
 def _cut(path: Path, last: int) -> None:
     """Remove the lines of steps after `last`, and a last line that a crash left unfinished."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if record["step"] <= last:
-            kept.append(line + "\n")
-    draft = path.with_suffix(".tmp")
-    draft.write_text("".join(kept), encoding="utf-8")
-    shutil.move(draft, path)
+    # Bytes: a crash can cut inside a character, and a line of JSON may hold U+2028, which is no line's end here.
+    lines = path.read_bytes().split(b"\n")
+    kept = b"".join(line + b"\n" for line in lines if _is_up_to(line, last))
+    if kept != path.read_bytes():
+        replace_file(path, kept)
+
+
+def _is_up_to(line: bytes, last: int) -> bool:
+    try:
+        return bool(json.loads(line)["step"] <= last)
+    except (ValueError, TypeError, KeyError):
+        return False
 
 
 def _figures(metrics: Mapping[str, float]) -> str:

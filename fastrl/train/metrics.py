@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import fastrl
+from fastrl.train.world import ALONE, World
 
 __all__ = ["METRICS", "Metric", "StepMetrics", "Timer", "check_names"]
 
@@ -37,6 +38,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward/part/", "mean of one reward over the completions it scored", "reward"),
     Metric("reward/correct", "completions whose first reward >= eval.correct_at / all", "share"),
     Metric("reward/unscored", "completions that no reward scored / all", "share"),
+    Metric("reward/failed", "completions of which a reward function failed / all", "share"),
     Metric("group/zero_variance", "prompts whose scored rewards are all equal / prompts", "share"),
     Metric("group/size_mean", "scored completions / prompts", "count"),
     Metric(
@@ -50,6 +52,19 @@ METRICS: tuple[Metric, ...] = (
         "sampler/logp_gap",
         "mean over tokens of |log p of the trainer - log p of the sampler|",
         "nats",
+    ),
+    Metric("sampler/kl_k1", "mean over tokens of -l, l = log p trainer - log p sampler", "nats"),
+    Metric("sampler/kl_k3", "mean over tokens of exp(l) - 1 - l", "nats"),
+    Metric("sampler/ess", "(sum of exp(l))^2 / (tokens x sum of exp(2 l))", "share"),
+    Metric("sampler/ratio_max", "largest exp(l) of the step", "1"),
+    Metric(
+        "sampler/staleness", "mean over completions of steps between sampling and training", "steps"
+    ),
+    Metric("correction/weight_mean", "mean over tokens of the importance weights", "1"),
+    Metric("correction/weight_max", "largest importance weight after its bounds", "1"),
+    Metric("correction/ess", "(sum of weights)^2 / (tokens x sum of squared weights)", "share"),
+    Metric(
+        "correction/truncated", "tokens whose weight was beyond correction.low or high", "share"
     ),
     Metric(
         "completion/length_mean", "tokens sampled, tool outputs left out / completions", "tokens"
@@ -96,7 +111,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("optim/lr", "learning rate of the policy", "1"),
     Metric("optim/updates", "optimiser steps", "count"),
     Metric("throughput/tokens_per_second", "tokens sampled / time/step", "tokens/s"),
-    Metric("time/sample", "sampling completions", "s"),
+    Metric("time/sample", "sampling completions, or waiting for them with rollout.overlap", "s"),
     Metric("time/score", "computing rewards", "s"),
     Metric(
         "time/forward_backward", "forward and backward passes, forward of fastrl ops left out", "s"
@@ -108,6 +123,11 @@ METRICS: tuple[Metric, ...] = (
         "s",
     ),
     Metric("time/other", "time/step less the parts above", "s"),
+    Metric(
+        "time/background",
+        "sampling and scoring of this rollout beside earlier steps (rollout.overlap)",
+        "s",
+    ),
     Metric("time/step", "the step without evaluation and checkpoints", "s"),
 )
 
@@ -153,7 +173,7 @@ class Timer:
 
 
 class StepMetrics:
-    """What the ops report during one step, kept on the device until `result`."""
+    """What the ops report during one step on this rank, kept on the device until `result`."""
 
     def __init__(self) -> None:
         self._policy: list[Tensor] = []
@@ -174,20 +194,24 @@ class StepMetrics:
         """Take the gradient norm of one optimiser step."""
         self._sums["optim/grad_norm"].append(norm)
 
-    def result(self) -> dict[str, float]:
-        """The metrics of the step; the one place where the host waits for the device."""
+    def result(self, world: World = ALONE) -> dict[str, float]:
+        """The metrics of the step over all ranks; the one place where the host waits for the device."""
         updates = len(self._sums["optim/grad_norm"])
+        sums = {n: float(torch.stack(v).double().sum()) for n, v in self._sums.items() if v}
+        # The norm is of the summed gradient, which all ranks have; it is not to be summed once more.
+        norm = sums.pop("optim/grad_norm", None)
+        rows = [torch.stack(r).tolist() if r else [] for r in (self._policy, self._value)]
+        ranks = world.gather([sums, *rows])
         # Micro-batch losses add up to the loss of a mini-batch, so all divide by optimiser steps.
-        metrics = {
-            name: float(torch.stack(values).double().sum()) / max(updates, 1)
-            for name, values in self._sums.items()
-            if values
-        }
+        metrics = {n: sum(r[0][n] for r in ranks) / max(updates, 1) for n in sums}
+        if norm is not None:
+            metrics["optim/grad_norm"] = norm / updates
         metrics["optim/updates"] = updates
-        if self._policy:
-            metrics |= _policy_metrics(torch.stack(self._policy).cpu())
-        if self._value:
-            metrics |= _value_metrics(torch.stack(self._value).cpu())
+        policy, value = ([row for r in ranks for row in r[i]] for i in (1, 2))
+        if policy:
+            metrics |= _policy_metrics(torch.tensor(policy, dtype=torch.float64))
+        if value:
+            metrics |= _value_metrics(torch.tensor(value, dtype=torch.float64))
         return metrics
 
 

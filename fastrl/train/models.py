@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,9 @@ __all__ = [
     "keys_and_values",
     "load_policy",
 ]
+
+
+T = TypeVar("T")
 
 
 class Inputs(NamedTuple):
@@ -62,6 +66,10 @@ class Policy(nn.Module):
         self.eos_ids: tuple[int, ...] = tuple(ends) if isinstance(ends, list) else (int(ends),)
         pad = tokenizer.pad_token_id
         self.pad_id: int = self.eos_ids[0] if pad is None else int(pad)
+
+    def forward(self, compute: Callable[[], T]) -> T:
+        """What `compute` returns, which uses trunk and head. Sharded weights are whole meanwhile."""
+        return compute()
 
     @property
     def trunk(self) -> nn.Module:
@@ -148,6 +156,10 @@ class Policy(nn.Module):
         """This policy before it is trained: the same weights without adapters, or a copy that needs no gradient."""
         if any(not p.requires_grad for p in self.parameters()):
             return _WithoutAdapters(self.model, self.tokenizer).eval()
+        return self.frozen_copy()
+
+    def frozen_copy(self) -> Policy:
+        """The same weights in a model of its own, which needs no gradient."""
         twin = Policy(copy.deepcopy(self.model), self.tokenizer)
         return twin.requires_grad_(False).eval()
 
@@ -170,11 +182,15 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
+    def forward(self, compute: Callable[[], T]) -> T:
+        """What `compute` returns, as in `Policy`."""
+        return compute()
+
     def score(self, hidden: Tensor) -> Tensor:
-        """Values [...] of hidden states [..., H], in the precision of the weights."""
+        """Values [..., 1] of hidden states [..., H], in the precision of the weights."""
         # bfloat16 has too few digits for the difference of two values.
         with torch.autocast(hidden.device.type, enabled=False):
-            return cast(Tensor, self.head(hidden.to(self.head.weight.dtype))).squeeze(-1)
+            return cast(Tensor, self.head(hidden.to(self.head.weight.dtype)))
 
 
 def completion_hidden(
@@ -264,12 +280,18 @@ def _pretrained(source: str, gguf_file: str | None) -> Policy:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # A folder has all there is, so nothing is looked for on the network.
-    extra: dict[str, Any] = {"local_files_only": Path(source).is_dir()}
+    extra: dict[str, Any] = {
+        "local_files_only": Path(source).is_dir(),
+        "trust_remote_code": False,
+    }
     if gguf_file is not None:
         extra["gguf_file"] = gguf_file
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **extra)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **extra)
+        # Weights in safetensors or GGUF hold no code, pickled ones may.
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float32, use_safetensors=True, **extra
+        )
     except OSError as error:
         raise ValueError(
             f"model: transformers cannot load model.source = {source!r}: {error}"

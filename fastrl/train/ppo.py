@@ -14,11 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import fastrl
+from fastrl.advantages import turn_gae
 from fastrl.train.batch import Batch, MicroBatch, MiniBatch, fill
 from fastrl.train.config import Config
+from fastrl.train.correction import correct
 from fastrl.train.forward import policy_loss, policy_outputs, values_of
 from fastrl.train.metrics import StepMetrics, Timer
 from fastrl.train.models import Policy, ValueModel
+from fastrl.train.world import ALONE, World
 
 __all__ = ["PPO"]
 
@@ -30,15 +33,17 @@ class Targets(NamedTuple):
     advantages: Tensor
     old_values: Tensor
     returns: Tensor
+    is_weights: Tensor | None = None
 
 
 class PPO:
     """Proximal policy optimisation with a critic."""
 
-    def __init__(self, config: Config, policy: Policy, timer: Timer) -> None:
+    def __init__(self, config: Config, policy: Policy, timer: Timer, world: World = ALONE) -> None:
         self.config = config
         self.policy = policy
         self.timer = timer
+        self.world = world
         self.reference = policy.reference() if config.kl.coef else None
         trunk = copy.deepcopy(policy.trunk) if config.ppo.critic == "separate" else None
         self.critic = ValueModel(policy.hidden_size, trunk).to(policy.device).eval()
@@ -55,6 +60,10 @@ class PPO:
             {"params": self.policy.trained(), "lr": lr},
             {"params": [p for p in self.critic.parameters() if p.requires_grad], "lr": critic_lr},
         ]
+
+    def networks(self) -> list[nn.Module]:
+        """What is computed, trained or not."""
+        return [self.policy, self.critic, *([self.reference] if self.reference else [])]
 
     def modules(self) -> dict[str, nn.Module]:
         """What a checkpoint must hold."""
@@ -81,7 +90,7 @@ class PPO:
             return [out.logp, values, *reference]
 
         with torch.no_grad():
-            old_logp, values, *ref_logp = fill(batch, plan, rollout)
+            old_logp, values, *ref_logp = fill(batch, plan, rollout, self.world)
         mask = batch.mask.to(values.device)
         # The KL of a token is paid at that token, a score at the last token of its turn.
         rewards = batch.token_rewards.to(values)
@@ -92,12 +101,21 @@ class PPO:
             self._measured_kl = float(divergence.sum()) / self._num_tokens
         options = self.config.ppo
         with self.timer("fastrl"):
-            advantages, returns = fastrl.gae(
-                rewards, values, mask, gamma=options.gamma, lam=options.lam
-            )
+            if options.credit == "turn":
+                advantages, returns = turn_gae(
+                    *(rewards, values, batch.turn_of.to(values.device), mask),
+                    gamma=options.gamma,
+                    lam=options.lam,
+                )
+            else:
+                advantages, returns = fastrl.gae(
+                    rewards, values, mask, gamma=options.gamma, lam=options.lam
+                )
             if options.whiten:
                 advantages = fastrl.whiten(advantages, mask)
-        return Targets(old_logp, advantages, values, returns)
+        corrected = correct(self.config, batch, old_logp)
+        weights = None if corrected is None else corrected.weights
+        return Targets(old_logp, advantages, values, returns, weights)
 
     def loss(
         self, micro: MicroBatch, mini: MiniBatch, targets: Targets, metrics: StepMetrics
@@ -106,12 +124,18 @@ class PPO:
         options, ppo = self.config.loss, self.config.ppo
         warming_up = self.num_steps < ppo.warmup_steps
         old_logp, advantages, old_values, returns = (
-            t.flatten()[micro.batch_index] for t in targets
+            t.flatten()[micro.batch_index]
+            for t in (targets.old_logp, targets.advantages, targets.old_values, targets.returns)
         )
+        is_weights = None
+        if targets.is_weights is not None:
+            is_weights = targets.is_weights.flatten()[micro.batch_index]
         denom = mini.denominator(options.agg, self.config.rollout.max_new_tokens)
         with torch.set_grad_enabled(not warming_up):
             policy_result, hidden = policy_loss(
-                *(self.policy, micro, self.config, self.timer, old_logp, advantages), denom=denom
+                *(self.policy, micro, self.config, self.timer, old_logp, advantages),
+                is_weights=is_weights,
+                denom=denom,
             )
         values = values_of(self.critic, micro, self.config, hidden)
         with self.timer("fastrl"):

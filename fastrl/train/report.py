@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from fastrl.train.report_data import read_run
 from fastrl.train.report_html import page
 from fastrl.train.report_plots import draw_plots, plot_names
+from fastrl.train.storage import replace_file, writing
 
 __all__ = ["write_report"]
 
@@ -25,13 +25,12 @@ def write_report(run_dir: Path) -> Path:
     run = read_run(run_dir)
     plots = draw_plots(run)
     folder = run_dir / "report"
-    folder.mkdir(exist_ok=True)
-    for name in plot_names():
-        (folder / f"{name}.png").unlink(missing_ok=True)
-    for plot in plots:
-        (folder / f"{plot.name}.png").write_bytes(plot.light)
-    # Written aside and renamed, so that a browser that reloads during training sees a whole page.
-    draft = folder / "index.html.tmp"
-    draft.write_text(page(run, plots), encoding="utf-8")
-    os.replace(draft, folder / "index.html")
+    with writing(folder):
+        folder.mkdir(exist_ok=True)
+        for name in plot_names():
+            (folder / f"{name}.png").unlink(missing_ok=True)
+        for plot in plots:
+            (folder / f"{plot.name}.png").write_bytes(plot.light)
+    # Whole at any moment, because a browser may reload it during training.
+    replace_file(folder / "index.html", page(run, plots).encode())
     return folder / "index.html"

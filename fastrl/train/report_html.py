@@ -14,6 +14,7 @@ from typing import NamedTuple
 from fastrl.envs import Trajectory
 from fastrl.train.metrics import METRICS, Metric
 from fastrl.train.report_data import Run, time_split
+from fastrl.train.report_episodes import episodes
 from fastrl.train.report_plots import DARK, LIGHT, MARKED_STEPS, Plot
 
 __all__ = ["page"]
@@ -60,6 +61,7 @@ def page(run: Run, plots: Sequence[Plot]) -> str:
         f"<section><h2>Curves</h2>{_curves(run, plots)}</section>",
         _held_out(run.eval_samples),
         _completions(run.samples),
+        episodes((*run.eval_samples, *run.samples), _text),
         f"<section><h2>Metrics</h2>{_definitions(run)}</section>",
         _config(run.config_text),
     ]
@@ -268,6 +270,8 @@ pre {{ margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; unicode-bidi: 
   background: var(--code); border-radius: 4px; padding: 6px 8px; min-width: 140px;
   font: 0.85rem/1.45 ui-monospace, monospace; }}
 code {{ font: 0.85rem ui-monospace, monospace; }}
+.said {{ border-left: 3px solid #0072b2; padding-left: 10px; margin: 8px 0; }}
+.heard {{ border-left: 3px solid var(--line); padding-left: 10px; margin: 8px 0; }}
 summary {{ cursor: pointer; }}
 summary + * {{ margin-top: 8px; }}
 """

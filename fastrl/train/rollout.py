@@ -1,4 +1,4 @@
-"""Sampling: one protocol, and its implementation on the model in training.
+"""Sampling: one protocol, and its implementation on a model in this process (others: engines.py).
 
 A `Generator` turns prompts into completions. The implementation here runs the `transformers` model
 itself: each prompt once, its keys and values shared by all of its samples, finished samples taken out
@@ -8,16 +8,18 @@ many sequences are computed side by side.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from fastrl.train import checkpoint
 from fastrl.train.config import ModelConfig
 from fastrl.train.models import Policy, autocast, keys_and_values
 
-__all__ = ["Completion", "Generator", "TransformersGenerator"]
+__all__ = ["Completion", "Engine", "Generator", "TransformersGenerator", "older_step"]
 
 
 class Completion(NamedTuple):
@@ -27,6 +29,17 @@ class Completion(NamedTuple):
     finished: bool
     logprobs: list[float] | None = None
     """Of each token when it was sampled, at the temperature of sampling; None when not known."""
+    version: int | None = None
+    """Training steps behind the weights that sampled it; None when nobody counted."""
+
+
+def older_step(version: int | None, step: int) -> int | None:
+    """`Trajectory.policy_step` of what weights of `version` sampled for training step `step`.
+
+    >>> older_step(3, 4), older_step(1, 4), older_step(None, 4)
+    (None, 2, None)
+    """
+    return version + 1 if version is not None and version + 1 < step else None
 
 
 class Generator(Protocol):
@@ -52,13 +65,42 @@ class Generator(Protocol):
         ...
 
 
-class TransformersGenerator:
-    """Samples from a `Policy` in this process."""
+class Engine(Generator, Protocol):
+    """A generator that is told when there are new weights."""
 
-    def __init__(self, policy: Policy, config: ModelConfig, *, batch_size: int) -> None:
+    def update(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Sample from `weights`, those of `checkpoint.weights` after `version` steps, from now on."""
+        ...
+
+    def close(self) -> None:
+        """The run is over: no longer wait for what is not there."""
+        ...
+
+
+class TransformersGenerator:
+    """Samples from a `Policy` in this process.
+
+    With `is_copy` the policy is the generator's own, and `update` copies weights into it; otherwise it
+    is the one in training, whose weights are always the newest.
+    """
+
+    def __init__(
+        self, policy: Policy, config: ModelConfig, *, batch_size: int, is_copy: bool = False
+    ) -> None:
         self._policy = policy
         self._config = config
         self._batch_size = batch_size
+        self._is_copy = is_copy
+        self._version: int | None = None
+
+    def update(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """See `Engine.update`."""
+        self._version = version
+        if self._is_copy:
+            checkpoint.load_weights(self._policy.model, weights)
+
+    def close(self) -> None:
+        """See `Engine.close`. Nothing is waited for here."""
 
     def generate(
         self,
@@ -80,7 +122,8 @@ class TransformersGenerator:
         for start in range(0, len(prompts), per_part):
             part = slice(start, start + per_part)
             with torch.no_grad(), autocast(self._config, self._policy.device):
-                rows, logprobs = self._sample(prompts[part], draws[part].flatten(0, 1), temperature)
+                own = prompts[part], draws[part].flatten(0, 1)
+                rows, logprobs = self._policy(partial(self._sample, *own, temperature))
             completions = list(map(self._completion, rows.tolist(), logprobs.tolist()))
             result += [completions[i : i + samples] for i in range(0, len(completions), samples)]
         return result
@@ -88,8 +131,8 @@ class TransformersGenerator:
     def _completion(self, row: list[int], logprobs: list[float]) -> Completion:
         for i, token in enumerate(row):
             if token in self._policy.eos_ids:
-                return Completion(row[: i + 1], True, logprobs[: i + 1])
-        return Completion(row, False, logprobs)
+                return Completion(row[: i + 1], True, logprobs[: i + 1], self._version)
+        return Completion(row, False, logprobs, self._version)
 
     def _sample(
         self, prompts: Sequence[Sequence[int]], draws: Tensor, temperature: float

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -137,6 +138,97 @@ ABUSES: dict[str, tuple[str, Callable[[SandboxResult], bool]]] = {
         lambda r: set(r.output.split()) == {"parent"},
     ),
 }
+
+
+# Ways out that were tried, and what the program says when they are closed.
+ESCAPES: dict[str, tuple[str, str]] = {
+    "hard links": (
+        "import os\nfor target in ('/usr/bin/env', '/proc/self/mem', '/dev/null'):\n    try:\n"
+        "        os.link(target, 'a')\n        print('linked', target)\n    except OSError:\n        pass\nprint('end')",
+        "end\n",
+    ),
+    "the root and devices in memory": (
+        "import os\nfor place in ('/', '/dev', '/dev/shm', '/etc', '/root', '/home', '/work', '/old', '/sys', '/run'):\n"
+        "    try:\n        open(place + '/planted', 'w').write('x')\n        print('wrote', place)\n    except OSError:\n"
+        "        pass\nprint('end')",
+        "end\n",
+    ),
+    "signals to everyone": (
+        "import os, signal\nfor pid in (-1, 1, os.getppid()):\n    for number in (signal.SIGTERM, signal.SIGKILL):\n"
+        "        try:\n            os.kill(pid, number) if pid != os.getpid() else None\n"
+        "        except OSError:\n            pass\n",
+        "",
+    ),
+    "memory and root of other processes": (
+        "import os\nfor pid in (1, os.getppid()):\n    for name in ('mem', 'environ', 'root/../old', 'cwd/../../etc/shadow'):\n"
+        "        try:\n            data = open(f'/proc/{pid}/{name}', 'r+b').read(1)\n            print('opened', pid, name)\n"
+        "        except (OSError, ValueError):\n            pass\nprint('end')",
+        "end\n",
+    ),
+    "settings of the kernel": (
+        "for name in ('kernel/core_pattern', 'vm/drop_caches', 'kernel/hostname'):\n    try:\n"
+        "        open('/proc/sys/' + name, 'w').write('x')\n        print('wrote', name)\n    except OSError:\n        pass\n"
+        "print('end')",
+        "end\n",
+    ),
+    "open files of the caller": (
+        "import os\nprint(sorted(int(f) for f in os.listdir('/proc/self/fd'))[:3], len(os.listdir('/proc/self/fd')) < 6)",
+        "[0, 1, 2] True\n",
+    ),
+    "limits raised again": (
+        "import resource as r\nfor name in (r.RLIMIT_NPROC, r.RLIMIT_AS, r.RLIMIT_CPU, r.RLIMIT_FSIZE):\n    try:\n"
+        "        r.setrlimit(name, (r.RLIM_INFINITY, r.RLIM_INFINITY))\n        print('raised', name)\n"
+        "    except (OSError, ValueError):\n        pass\nprint('end')",
+        "end\n",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("escape", ESCAPES)
+def test_there_is_no_way_out(isolation: str, escape: str) -> None:
+    code, said = ESCAPES[escape]
+    started = time.monotonic()
+    # Who kills everyone is among them.
+    assert python(code, LIMITS).output in ((said,) if said else ("", "Killed\n"))
+    assert time.monotonic() - started < 10
+
+
+def test_sockets_without_a_network_are_not_reached(isolation: str, tmp_path: Path) -> None:
+    name = f"\0fastrl-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as abstract, socket.socket(socket.AF_UNIX) as named:
+        abstract.bind(name)
+        abstract.listen()
+        named.bind(str(tmp_path / "s"))
+        named.listen()
+        code = f"""
+import socket
+for address in ({name!r}, {str(tmp_path / "s")!r}):
+    try:
+        socket.socket(socket.AF_UNIX).connect(address)
+        print("connected")
+    except OSError as error:
+        print(type(error).__name__)
+"""
+        assert set(python(code).output.split()) <= {"ConnectionRefusedError", "FileNotFoundError"}
+
+
+ENTRIES = {
+    "empty files": ("i = 0\nwhile True:\n    open(f'f{i}', 'w').close()\n    i += 1", {"disk"}),
+    # Deeper than Python can recurse, by the time that it is seen.
+    "nested folders": ("import os\nfor _ in range(1010):\n    os.mkdir('d')\n    os.chdir('d')", {"disk", ""}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("entries", ENTRIES)
+def test_entries_cost_space_and_are_removed(isolation: str, entries: str) -> None:
+    code, ends = ENTRIES[entries]
+    with Sandbox(LIMITS) as box:
+        box.write({"main.py": code})
+        assert box.run(["python", "main.py"]).ended_by in ends
+        folder = box.folder
+        before = stat.S_IMODE(folder.parent.stat().st_mode)
+    assert not folder.exists()
+    assert stat.S_IMODE(folder.parent.stat().st_mode) == before
 
 
 @pytest.mark.parametrize("abuse", ABUSES)

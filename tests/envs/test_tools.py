@@ -103,6 +103,8 @@ def test_an_unknown_tool_and_a_long_output() -> None:
         ('<tool_call>{"name": "a", "arguments": [1]}</tool_call>', 0, 1, False),
         ('<tool_call>{"name": "a"', 0, 1, False),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", 0, 1, False),
+        ('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', 0, 1, False),
+        ('<tool_call>{"name": "a", "arguments": {"x": "\\udc80"}}</tool_call>', 0, 1, False),
         ("<tool_response>42</tool_response>", 0, 0, True),
         ("<|im_start|>tool\n42", 0, 0, True),
     ],

@@ -38,16 +38,22 @@ def _empty(name: str) -> ModuleType:
     return module
 
 
-def load(name: str, bare: tuple[str, ...], empty: tuple[str, ...]) -> Any:
+def load(
+    name: str,
+    bare: tuple[str, ...],
+    empty: tuple[str, ...],
+    given: dict[str, ModuleType] | None = None,
+) -> Any:
     """Import module ``name``; skip with the reason when it cannot be.
 
-    The bare parents stay in ``sys.modules``. What stood in for absent packages does not: others look for those.
+    ``given`` modules take the place of those that do not work without their packages. The bare parents stay in
+    ``sys.modules``. What stood in for absent packages does not: others look for those.
     """
-    stand_ins = [each for each in empty if each not in sys.modules]
+    stand_ins = [each for each in (*empty, *(given or {})) if each not in sys.modules]
     for make, names in ((_bare, bare), (_empty, stand_ins)):
         for each in names:
             if each not in sys.modules:
-                sys.modules[each] = make(each)
+                sys.modules[each] = (given or {}).get(each) or make(each)
     try:
         return importlib.import_module(name)
     except Exception as error:  # a peer may fail in any way while it is imported

@@ -1,10 +1,8 @@
-"""Trainers without a preset: SkyRL, AReaL and torchrl by their own functions, the others by the formulas of their sources."""
+"""SkyRL by its own functions, trainers that are not installed by the formulas of their sources."""
 
 from __future__ import annotations
 
-import ast
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +16,7 @@ from fastrl import surrogates as sur
 from fastrl.integrations import skyrl as integration
 from fastrl.presets import skyrl as skyrl_preset
 from tests.helpers import leaf
-from tests.integrations.peers import _bare, load
+from tests.integrations.peers import load
 from tests.integrations.test_verl_groups import rollout
 from tests.ops.losses import batch
 
@@ -138,88 +136,6 @@ def test_skyrl_registered_losses(skyrl: Any, name: str) -> None:
         results.append((value.detach(), logp.grad, torch.tensor(float(metrics["clip_ratio"]))))
     for got, expected in zip(results[1], results[0]):
         close(got, expected)
-
-
-@pytest.fixture(scope="module")
-def areal() -> Any:
-    """The loss functions alone: their module imports the whole engine."""
-    path = Path(_bare("areal.utils.functional").__path__[0]) / "functional.py"
-    wanted = {
-        "ppo_actor_loss_fn", "sapo_loss_fn", "ppo_critic_loss_fn", "_huber_loss", "_mse_loss",
-        "_compute_sequence_level_ratio_and_advantages",
-    }  # fmt: skip
-    functions = [
-        node
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.FunctionDef) and node.name in wanted
-    ]
-    assert {node.name for node in functions} == wanted
-    import functools
-
-    space: dict[str, Any] = {"torch": torch, "functools": functools, "Any": Any}
-    future = ast.parse("from __future__ import annotations").body
-    exec(compile(ast.Module([*future, *functions], []), str(path), "exec"), space)
-    return SimpleNamespace(**{name: space[name] for name in wanted})
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("dual", [None, 1.5])
-def test_areal_actor_loss(areal: Any, level: str, dual: float | None) -> None:
-    data, mask = batch(SHAPE), torch.rand(SHAPE) < 0.7
-    advantages = data.advantages
-    if level == "sequence":
-        advantages = advantages[:, :1].expand(SHAPE).contiguous()
-    theirs, ours = leaf(data.logp), leaf(data.logp)
-    expected, stat = areal.ppo_actor_loss_fn(
-        *(theirs, data.old_logp, data.old_logp, advantages, 0.2, mask),
-        eps_clip_higher=0.3, c_clip=dual, importance_sampling_level=level,
-    )  # fmt: skip
-    out = fastrl.policy_loss(
-        *(ours, data.old_logp, advantages, mask),
-        ratio=level, clip_high=0.3, dual_clip=dual, log_ratio_clamp=None,
-    )  # fmt: skip
-    torch.autograd.backward([out.loss, expected])
-    close(out.loss.detach(), expected.detach())
-    close(ours.grad, theirs.grad)  # type: ignore[arg-type]
-    assert float(out.named()["clipped"]) == int(stat["clip_mask"].sum())
-    assert float(out.named()["dual_clip"]) == int(stat["dual_clip_mask"].sum())
-
-
-@pytest.mark.parametrize("kind", ["mse", "huber"])
-def test_areal_critic_and_sapo(areal: Any, kind: str) -> None:
-    values, old, target = torch.randn(3, *SHAPE) * 12
-    mask = torch.rand(SHAPE) < 0.7
-    theirs, ours = leaf(values), leaf(values)
-    expected, _ = areal.ppo_critic_loss_fn(theirs, old, target, 0.5, mask, kind)
-    got = fastrl.value_loss(ours, old, target, mask, clip=0.5, loss=kind).loss
-    torch.autograd.backward([got, expected])
-    close(got.detach(), expected.detach())
-    close(ours.grad, theirs.grad)  # type: ignore[arg-type]
-    data = batch(SHAPE)
-    expected, _ = areal.sapo_loss_fn(data.logp, data.old_logp, data.advantages, 1.0, 1.1, mask)
-    out = sur.sapo_loss(
-        *(data.logp, data.old_logp, data.advantages, mask), tau_negative=1.1, agg="token_mean"
-    )
-    close(out.loss, expected)
-
-
-def test_torchrl_value_functions() -> None:
-    functional = pytest.importorskip(
-        "torchrl.objectives.value.functional", reason="torchrl is not installed"
-    )
-    values, following, rewards = torch.randn(3, 4, 25, 1)
-    following[:, :-1] = values[:, 1:]
-    done = torch.rand(4, 25, 1) < 0.1
-    arguments = (0.97, 0.9, values, following, rewards, done, done)
-    expected, target = functional.generalized_advantage_estimate(*arguments)
-    flat = [x.squeeze(-1) for x in (rewards, values)]
-    got = fastrl.gae(
-        *flat, gamma=0.97, lam=0.9, dones=done.squeeze(-1), bootstrap=following[:, -1, 0]
-    )
-    close(got.advantages, expected.squeeze(-1))
-    close(got.returns, target.squeeze(-1))
-    returns = functional.td_lambda_return_estimate(0.97, 0.9, following, rewards, done, done)
-    close(got.returns, returns.squeeze(-1))
 
 
 HALF = math.sqrt(0.5)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import fastrl
+from fastrl.integrations import verl as integration
 from tests.helpers import leaf
 from tests.ops.losses import Batch, batch, metric
 
@@ -265,3 +266,33 @@ def test_where_verl_has_nan_fastrl_has_none(impl: str) -> None:
     nothing = torch.zeros(SHAPE, dtype=torch.bool)
     assert torch.isnan(verl_policy("vanilla", data, nothing, "token-mean", actor())[0])
     assert ours(impl, data, nothing)[0].item() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probs_of_the_model_forward(dtype: torch.dtype) -> None:
+    """Log-probabilities and entropies of ``[N, V]`` and ``[B, T, V]``, where verl's engines look them up."""
+    from verl.utils import torch_functional
+
+    for shape in ((12,), (3, 4)):
+        torch.manual_seed(1)
+        logits = (2 * torch.randn(*shape, 301)).to(dtype)
+        labels = torch.randint(301, shape)
+        results = []
+        for ours in (False, True):
+            if ours:
+                integration.install()
+            try:
+                leaves = logits.clone().requires_grad_()
+                logp = torch_functional.logprobs_from_logits(logits=leaves, labels=labels)
+                entropy = torch_functional.entropy_from_logits(leaves.float())
+                chunked = torch_functional.entropy_from_logits_with_chunking(
+                    leaves.view(-1, 301), chunk_size=5
+                )
+                (logp.float().sum() + (labels / 301 * entropy).sum() + chunked.sum()).backward()
+            finally:
+                integration.uninstall()
+            assert leaves.grad is not None
+            results.append([x.detach().float() for x in (logp, entropy, chunked, leaves.grad)])
+        tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+        for expected, got in zip(*results):
+            torch.testing.assert_close(got, expected, atol=tolerance * 10, rtol=tolerance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import itertools
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastrl.integrations import verl as integration
 from fastrl.presets import verl as preset
 from tests.helpers import leaf
 from tests.integrations.test_verl_groups import rollout
@@ -62,7 +64,9 @@ def assert_same(got: Any, expected: Any, mask: Tensor) -> None:
 @pytest.mark.parametrize("name", sorted(set(preset.__all__) - {"compute_policy_loss_reinforce"}))
 def test_signature_is_that_of_verl(name: str) -> None:
     """Every argument of verl's function is one of the preset's, by the same name, in the same order."""
-    module = rollout_corr if "rollout" in name else core_algos
+    module = rollout_corr if "rollout" in name or "offpolicy" in name else core_algos
+    if "logits" in name:
+        module = importlib.import_module("verl.utils.torch_functional")
     theirs = inspect.signature(getattr(module, name)).parameters
     ours = inspect.signature(getattr(preset, name)).parameters
     assert list(ours) == list(theirs)
@@ -286,10 +290,61 @@ def test_rollout_weights(level: str, threshold: float | str, normalise: bool) ->
         log_ratio, mask, level, threshold, normalise
     )
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-    # At sequence level verl counts rows, those without a token included; fastrl counts tokens.
-    shared = ["rollout_is_mean", *(["rollout_is_ratio_fraction_high"] if level == "token" else [])]
-    for key in shared:
-        assert float(ours[key]) == pytest.approx(metrics[key], abs=1e-5), key
+    assert ours.keys() == metrics.keys()
+    for key, value in metrics.items():
+        assert float(ours[key]) == pytest.approx(value, abs=2e-5, rel=2e-5), key
+
+
+def test_off_policy_metrics() -> None:
+    logp, rollout_logp = -3 * torch.rand(2, 6, 9)
+    mask = (torch.rand(6, 9) < 0.7).long()
+    mask[2] = 0
+    for engine in (None, rollout_logp):
+        expected = rollout_corr.compute_offpolicy_metrics(logp, engine, mask)
+        got = preset.compute_offpolicy_metrics(logp, engine, mask)
+        assert got.keys() == expected.keys()
+        for key, value in expected.items():
+            assert float(got[key]) == pytest.approx(value, abs=1e-5, rel=1e-5), key
+
+
+BYPASS: dict[str, dict[str, Any]] = {
+    "ppo_clip": {},
+    "ppo_rejection": {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_1.6"},
+    "reinforce": {"loss_type": "reinforce", "rollout_is": "token"},
+    "reinforce_sequence": {
+        "loss_type": "reinforce", "rollout_is": "sequence", "rollout_is_threshold": "0.2_4.0",
+        "rollout_is_batch_normalize": True, "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": "0.5",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum"])
+@pytest.mark.parametrize("option", BYPASS)
+def test_bypass_mode(option: str, mode: str) -> None:
+    """Loss, gradient and metrics; of the rejection's statistics those that the preset has."""
+    from verl.workers.config import PolicyLossConfig
+
+    mask = response_mask()
+    cfg = actor(policy_loss=PolicyLossConfig(rollout_correction=BYPASS[option]))
+    theirs = run(core_algos.get_policy_loss_fn("bypass_mode"), mode, cfg, False, mask)
+    ours = run(preset.compute_policy_loss_bypass_mode, mode, cfg, False, mask)
+    torch.testing.assert_close(ours[0], theirs[0], atol=3e-5, rtol=3e-5)
+    torch.testing.assert_close(ours[2], theirs[2], atol=1e-6, rtol=5e-5)
+    integration.install()
+    try:
+        plugged = run(core_algos.get_policy_loss_fn("bypass_mode"), mode, cfg, False, mask)
+    finally:
+        integration.uninstall()
+    torch.testing.assert_close(plugged[0], theirs[0], atol=3e-5, rtol=3e-5)
+    torch.testing.assert_close(plugged[2], theirs[2], atol=1e-6, rtol=5e-5)
+    assert plugged[1].keys() == theirs[1].keys()
+    for key, value in theirs[1].items():
+        assert float(plugged[1][key]) == pytest.approx(float(value), abs=2e-5, rel=2e-5), key
+    missing = set(theirs[1].keys() - ours[1].keys())
+    assert all("rollout_rs" in key for key in missing)
+    assert ours[1].keys() <= theirs[1].keys()
+    for key, value in ours[1].items():
+        assert float(value) == pytest.approx(float(theirs[1][key]), abs=2e-5, rel=2e-5), key
 
 
 @pytest.mark.parametrize("option", sorted(rollout_corr.SUPPORTED_ROLLOUT_RS_OPTIONS))

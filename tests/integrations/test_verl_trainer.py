@@ -236,3 +236,25 @@ def test_plugin_entry_point(setting: str, module: str) -> None:
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
     )
     assert out.stdout.splitlines()[-1].startswith(module)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("vllm", "vllm"),
+        ("sglang", "sglang"),
+        ("trtllm", "pynvml"),
+        ("hf", "not found"),
+        ("naive", "not found"),
+    ],
+)
+def test_what_stops_verls_trainer(name: str, reason: str) -> None:
+    """Its full PPO trainer needs a rollout server; none of them is in an environment without a GPU."""
+    import importlib.util
+
+    from verl.workers.rollout.base import get_rollout_class
+
+    if importlib.util.find_spec(reason) is not None:
+        pytest.skip(f"{reason} is installed: this says why verl's trainer does not run without it")
+    with pytest.raises((ImportError, ValueError, AssertionError), match=reason):
+        get_rollout_class(name, "async")

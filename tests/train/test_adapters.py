@@ -159,3 +159,14 @@ def test_unknown_layers_and_a_missing_peft_are_named(
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ValueError, match=r'pip install "fastrl-kernels\[lora\]"'):
         load_policy(small("grpo", "model.lora.rank=2").model, seed=0, device=CPU)
+
+
+@pytest.mark.parametrize(
+    "option", ["scale.strategy=fsdp2", "engine.kind=sglang", "rollout.overlap=1"]
+)
+def test_what_does_not_know_of_adapters_is_refused(
+    small: Callable[..., Config], option: str
+) -> None:
+    options = ("engine.urls=['http://localhost:1']", "correction.kind=tis", option)
+    with pytest.raises(ValueError, match=r"model\.lora\.rank = 2 needs"):
+        small("grpo", "model.lora.rank=2", *options)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -44,28 +46,88 @@ def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["step_000003"]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "manifest", "no manifest"])
+def cut(file: Path, size: int) -> None:
+    file.write_bytes(file.read_bytes()[:size])
+
+
+def flip(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+# Of a safetensors file: 8 bytes with the length of the header, the header, the numbers.
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "empty": lambda p: cut(p / "a.safetensors", 0),
+    "cut in the length": lambda p: cut(p / "a.safetensors", 5),
+    "cut in the header": lambda p: cut(p / "a.safetensors", 20),
+    "cut before the numbers": lambda p: cut(p / "a.safetensors", -56),
+    "cut at the last byte": lambda p: cut(p / "a.safetensors", -1),
+    "longer": lambda p: (p / "a.safetensors").write_bytes((p / "a.safetensors").read_bytes() + b"x"),
+    "flipped in the length": lambda p: flip(p / "a.safetensors", 0),
+    "flipped in the header": lambda p: flip(p / "a.safetensors", 12),
+    "flipped in the numbers": lambda p: flip(p / "a.safetensors", -1),
+    "missing": lambda p: (p / "a.safetensors").unlink(),
+    "a folder": lambda p: ((p / "a.safetensors").unlink(), (p / "a.safetensors").mkdir()),
+    "more files": lambda p: (p / "b.safetensors").write_bytes(b""),
+    "state cut": lambda p: cut(p / "state.json", 10),
+    "state flipped": lambda p: flip(p / "state.json", 12),
+    "state missing": lambda p: (p / "state.json").unlink(),
+    "manifest empty": lambda p: cut(p / "manifest.json", 0),
+    "manifest cut": lambda p: cut(p / "manifest.json", 20),
+    "manifest flipped": lambda p: flip(p / "manifest.json", 40),
+    "manifest of zeros": lambda p: (p / "manifest.json").write_bytes(bytes(200)),
+    "manifest no object": lambda p: (p / "manifest.json").write_text("[1]"),
+    "manifest lists nothing": lambda p: (p / "manifest.json").write_text('{"format": 1, "files": {}}'),
+    "manifest of strings": lambda p: (p / "manifest.json").write_text(
+        '{"format": 1, "files": {"a.safetensors": "x", "state.json": "y"}}'
+    ),
+    "manifest missing": lambda p: (p / "manifest.json").unlink(),
+    "nothing left": lambda p: [f.unlink() for f in p.iterdir()],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_passed_over_with_a_message(tmp_path: Path, damage: str) -> None:
     write(tmp_path, 1)
     path = write(tmp_path, 2)
-    file = path / "a.safetensors"
-    data = file.read_bytes()
-    if damage == "truncated":
-        file.write_bytes(data[:-1])
-    elif damage == "flipped":
-        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    elif damage == "missing":
-        file.unlink()
-    elif damage == "manifest":
-        (path / "manifest.json").write_text((path / "manifest.json").read_text()[:20])
-    else:
-        (path / "manifest.json").unlink()
+    DAMAGES[damage](path)
     messages: list[str] = []
     found = checkpoint.load_latest(tmp_path, messages.append)
     assert found is not None
     assert found.step == 1
     assert len(messages) == 1
-    assert "step_000002 is damaged and was passed over" in messages[0]
+    assert "step_000002 is damaged and was passed over: " in messages[0]
+    # Alone it is an error: a run that has checkpoints never begins anew by itself.
+    shutil.rmtree(tmp_path / "step_000001")
+    with pytest.raises(ValueError, match=r"all 1 checkpoints in .* are damaged; put a copy back"):
+        checkpoint.load_latest(tmp_path, messages.append)
+    assert checkpoint.exists(tmp_path)
+    # The run that continues writes that step anew.
+    write(tmp_path, 2)
+    assert checkpoint.load_latest(tmp_path, pytest.fail) is not None
+
+
+def test_a_damaged_checkpoint_does_not_count_as_the_newest(tmp_path: Path) -> None:
+    write(tmp_path, 2)
+    cut(write(tmp_path, 6) / "a.safetensors", 9)
+    # Continued from step 2, with checkpoints at other steps than before.
+    write(tmp_path, 4, keep=1)
+    messages: list[str] = []
+    found = checkpoint.load_latest(tmp_path, messages.append)
+    assert found is not None
+    assert found.step == 4
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000004", "step_000006"]
+
+
+def test_a_newer_format_is_not_damage(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    manifest = write(tmp_path, 2) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(
+        ValueError, match=r"step_000002 has format 2, but .* reads up to 1; install"
+    ):
+        checkpoint.load_latest(tmp_path, pytest.fail)
 
 
 def test_an_unfinished_write_is_no_checkpoint(tmp_path: Path) -> None:
@@ -157,6 +219,6 @@ def test_random_states_come_back(tmp_path: Path) -> None:
 
 def test_the_manifest_lists_every_file(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
-    manifest = json.loads((path / "manifest.json").read_text())
+    manifest = json.loads((path / "manifest.json").read_text())["files"]
     assert set(manifest) == {p.name for p in path.iterdir()} - {"manifest.json"}
     assert manifest["a.safetensors"]["bytes"] == (path / "a.safetensors").stat().st_size

@@ -33,6 +33,7 @@ HEALTHY: dict[str, float] = {
     "policy/clip_fraction": 0.05,
     "reward/trivial": 0.1,
     "episode/failed": 0.0,
+    "reward/failed": 0.0,
 }
 
 
@@ -60,6 +61,7 @@ PLANTED: list[tuple[str, dict[str, Any], dict[str, float]]] = [
     ("the sampler disagrees with the trainer", {}, {"sampler__logp_gap": 0.5}),
     ("updates are too large", {}, {"policy__clip_fraction": 0.6}),
     ("one answer satisfies the rewards", {}, {"reward__trivial": 0.9}),
+    ("rewards fail", {}, {"reward__failed": 0.01}),
     ("environments fail", {}, {"episode__failed": 0.5}),
     ("the critic explains nothing", {"algorithm": "ppo"}, {"value__explained_variance": -0.5}),
     ("nothing is learnt", {}, {"reward__mean": 0.0}),

@@ -256,6 +256,21 @@ def test_rows_of_one_episode_count_once() -> None:
     assert math.isclose(got[0, 0], 0.5)
 
 
+def test_ppo_credit_by_turn_by_hand(small: Callable[..., Config]) -> None:
+    # A fresh critic says 0 everywhere, so with gamma = 1/2 and lam = 1 the turns are worth 3 + 2/2 and 2.
+    config = small("ppo", "ppo.credit=turn", "ppo.gamma=0.5", "ppo.lam=1.0", "ppo.whiten=false")
+    batch = make_batch([record("a", [3.0, 2.0])], ["r"])
+    policy = load_policy(config.model, seed=0, device=CPU)
+    plan = plan_updates(batch, config, step=0, epoch=0, device=CPU)
+    targets = PPO(config, policy, Timer()).targets(batch, plan)
+    assert targets.advantages.tolist() == [[4.0, 4.0, 0.0, 2.0, 2.0]]
+    assert targets.returns.tolist() == [[4.0, 4.0, 0.0, 2.0, 2.0]]
+    # With tokens as steps the discount counts tokens: 3/2 + 2/8, 3 + 2/4; 1, 2.
+    tokens = small("ppo", "ppo.gamma=0.5", "ppo.lam=1.0", "ppo.whiten=false")
+    targets = PPO(tokens, policy, Timer()).targets(batch, plan)
+    assert targets.advantages.tolist() == [[1.75, 3.5, 0.0, 1.0, 2.0]]
+
+
 # --- chat templates ------------------------------------------------------------------------------
 
 APPENDS = (

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fastrl.envs import Trajectory, write_trajectories
+from fastrl.envs import Trajectory, Turn, write_trajectories
 from fastrl.train.config import Config, dumps
 from fastrl.train.metrics import METRICS, check_names
 from fastrl.train.report import write_report
@@ -306,6 +306,55 @@ def test_held_out_questions_side_by_side(tmp_path):
     text = text_of(run)
     assert "4 + 3 =7seven and morereward 0.2507reward 1.000" in text
     assert "lost" not in text
+
+
+def episode(said: str, heard: str, **fields: Any) -> Trajectory:
+    """Two turns of two tokens with one of a tool between them."""
+    messages = tuple(
+        {"role": role, "content": content}
+        for role, content in (("user", "3+5:"), ("assistant", said), ("tool", heard), ("assistant", "=08"))
+    )  # fmt: skip
+    turns = (Turn(0, 2, {"steps": 0.5}, 0.5), Turn(3, 5))
+    return trajectory(said, messages=messages, turns=turns, completion_ids=(1,) * 5,
+                      mask=(1, 1, 0, 1, 1), **fields)  # fmt: skip
+
+
+def test_episodes_turn_by_turn(tmp_path):
+    run = write_run(tmp_path, [step_record(1)])
+    write_trajectories(
+        run / "samples.jsonl",
+        [
+            episode("middling", "a", reward=0.5),
+            episode("good", "08;", reward=1.0),
+            episode("bad", "?;", reward=0.0),
+            episode("broken", "", reward=None, status="failed", error="OSError: gone"),
+        ],
+    )
+    text = text_of(run)
+    shown = text[text.index("Episodes") : text.index("metrics and their definitions")]
+    assert "best: step 1, task 0, finished, reward 1.000" in shown
+    assert (
+        "user, not trained on3+5:assistant, tokens 0 to 1, 2 trained on; steps 0.500good" in shown
+    )
+    assert "tool, not trained on08;assistant, tokens 3 to 4, 2 trained on=08" in shown
+    assert "worst: step 1, task 0, finished, reward 0.000" in shown
+    assert "failed: step 1, task 0, failed, not scored, OSError: gone" in shown
+    assert "middling" not in shown
+
+
+@pytest.mark.parametrize("text", [t for t in HOSTILE if "surrogate" not in t])
+def test_text_in_episodes_stays_text(tmp_path, text):
+    run = write_run(tmp_path, [step_record(1)])
+    record = episode(text, text, error=text, status="failed")
+    write_trajectories(run / "samples.jsonl", [record])
+    raw = page(read_run(run), [])
+    parsed = Page(raw)
+    assert parsed.open == []
+    assert not {"script", "img"} & {tag for tag, _ in parsed.tags}
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", raw)
+    # The completion itself, the error, the turn, and the tool's output.
+    assert raw.count(html.escape(text.replace("\x00", "\\x00").replace("\x07", "\\x07")
+                                 .replace("\x1b", "\\x1b").replace("\x9b", "\\x9b"))) >= 4  # fmt: skip
 
 
 def test_long_completions_are_cut(tmp_path):

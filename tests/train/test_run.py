@@ -158,7 +158,8 @@ def test_a_run_is_not_overwritten(small: Callable[..., Config], tmp_path: Path) 
 
 
 def test_the_run_folder(small: Callable[..., Config], tmp_path: Path) -> None:
-    config = small("ppo", "steps=3", "eval.every=2", "log.samples_every=2", "kl.coef=0.01")
+    ahead = ("rollout.overlap=1", "correction.kind=tis")
+    config = small("ppo", "steps=3", "eval.every=2", "log.samples_every=2", "kl.coef=0.01", *ahead)
     train(config, tmp_path)
     assert configs.load(tmp_path / "config.toml") == config
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -130,7 +130,7 @@ def test_trajectories_survive_a_file(tmp_path: Path) -> None:
         Trajectory(
             uid="7",
             prompt="4 + 3 =\n",
-            completion='a "quoted" ünicode\u2028line',
+            completion='a "quoted" ünicode\u2028line \ud800',
             answer="7",
             prompt_ids=(1, 2),
             completion_ids=(3, 4),

@@ -14,7 +14,18 @@ from torch import Tensor
 
 from fastrl import _triton
 from fastrl._library import result_dtype
-from fastrl._triton import before, edge, first_valid, last_valid_end, scan, spans
+from fastrl._triton import before, edge, first_valid, last_valid_end, scan, spans, steps_to
+from fastrl._triton_scan import (
+    BY_ROW,
+    REDUCE,
+    ScanRows,
+    carry_into,
+    completes,
+    leave_steps,
+    link_into,
+    program_tile,
+    tiles_end,
+)
 
 _CARRY, _ZERO_STEP, _IGNORE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -25,15 +36,49 @@ def _factor(decay, is_step, kept):
     return tl.where(is_step, tl.where(kept, decay, 0), 1)
 
 
+@triton.jit
+def _value_behind(
+    value_row, mask_row, column, end, following, HOLES: tl.constexpr, T: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """V of the nearest step from ``column [R]`` on, ``following [R, 1]`` without one."""
+    column = tl.maximum(column, 0)
+    if (mask_row is not None) and (HOLES == _CARRY):
+        column += first_valid(mask_row + column[:, None], end - column, BLOCK)
+    is_step = (column < end)[:, None]
+    is_read = is_step
+    if (mask_row is not None) and (HOLES != _IGNORE):
+        is_read &= tl.load(mask_row + column[:, None], mask=is_step, other=0) != 0
+    value = tl.load(value_row + column[:, None], mask=is_read, other=0).to(T)
+    return tl.where(is_step, value, following)
+
+
+@triton.jit
+def _goes_on_before(
+    done_row, mask_row, column, first, size, HOLES: tl.constexpr, T: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """1 where the nearest step in front of ``column [R]`` does not end its episode, 0 where it does or there is none."""
+    column = tl.minimum(tl.maximum(column, first), size)
+    # The first step is at ``first``: which one is the nearest matters only where it may end an episode.
+    if (mask_row is not None) and (HOLES == _CARRY) and (done_row is not None):
+        column = first + last_valid_end(mask_row + first[:, None], column - first, BLOCK)
+    goes_on = (column > first)[:, None]
+    if done_row is not None:
+        is_read = goes_on
+        if (mask_row is not None) and (HOLES != _IGNORE):
+            is_read &= tl.load(mask_row + column[:, None] - 1, mask=goes_on, other=0) != 0
+        goes_on &= tl.load(done_row + column[:, None] - 1, mask=is_read, other=0) == 0
+    return goes_on.to(T)
+
+
 @_triton.jit
 def gae_kernel(
-    rewards, values, mask, dones, bootstrap, lam_rows, cu_seqlens, advantages, returns,
-    num_rows: tl.int64, length: tl.int64, reward_stride: tl.int64, value_stride: tl.int64, mask_stride: tl.int64,
-    done_stride: tl.int64, out_stride: tl.int64, gamma: tl.float64, lam: tl.float64, returns_lam: tl.float64,
-    HOLES: tl.constexpr, FILL_CARRY: tl.constexpr, TWO_LAMBDAS: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    rewards, values, mask, dones, bootstrap, lam_rows, cu_seqlens, advantages, returns, positions, states,
+    num_rows: tl.int64, length: tl.int64, num_slots: tl.int64, reward_stride: tl.int64, value_stride: tl.int64,
+    mask_stride: tl.int64, done_stride: tl.int64, out_stride: tl.int64, gamma: tl.float64, lam: tl.float64,
+    returns_lam: tl.float64, PASS: tl.constexpr, HOLES: tl.constexpr, FILL_CARRY: tl.constexpr,
+    TWO_LAMBDAS: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row, first_tile = program_tile(cu_seqlens, num_rows, length, PASS, ROWS, BLOCK)
     start, size = spans(cu_seqlens, row, num_rows, length)
     lane = tl.arange(0, BLOCK)[None, :]
     reward_row = rewards + (start + row * reward_stride)[:, None]
@@ -44,13 +89,17 @@ def gae_kernel(
     if dones is not None:
         done_row = dones + (start + row * done_stride)[:, None]
 
-    end = size
+    end, mask_row = size, mask
     if mask is not None:
         mask_row = mask + (start + row * mask_stride)[:, None]
         # Padding on the right changes no state unless it bootstraps through steps of its own.
         if HOLES == _CARRY or (HOLES == _ZERO_STEP and bootstrap is None):
-            end = last_valid_end(mask_row, size, BLOCK)
-            for tile in range(tl.cdiv(tl.max(size - end, 0), BLOCK)):
+            if PASS == BY_ROW:
+                end = last_valid_end(mask_row, size, BLOCK)
+            else:
+                end = tl.load(positions + row)
+            padding = size - end if PASS != REDUCE else tl.zeros_like(size)
+            for tile in range(first_tile, tiles_end(first_tile, padding, PASS, BLOCK)):
                 column = (end + tile * BLOCK)[:, None] + lane
                 inside = column < size[:, None]
                 nothing = tl.zeros([ROWS, BLOCK], T)
@@ -73,8 +122,16 @@ def gae_kernel(
     carry, second_carry = tl.zeros([ROWS, 1], T), tl.zeros([ROWS, 1], T)
     if values is None:  # the return itself is carried, and the bootstrap enters it once
         carry = following
+    else:
+        if PASS == REDUCE:
+            behind = end - first_tile * BLOCK
+            following = _value_behind(value_row, mask_row, behind, end, following, HOLES, T, BLOCK)
+        following = link_into(following, states, num_slots, 1 + TWO_LAMBDAS, PASS)
+    carry = carry_into(carry, states, num_slots, 0, PASS)
+    if TWO_LAMBDAS:
+        second_carry = carry_into(second_carry, states, num_slots, 1, PASS)
 
-    for tile in range(tl.cdiv(tl.max(end, 0), BLOCK)):
+    for tile in range(first_tile, tiles_end(first_tile, end, PASS, BLOCK)):
         column = (end - (tile + 1) * BLOCK)[:, None] + lane
         inside = column >= 0
         valid = inside
@@ -93,51 +150,67 @@ def gae_kernel(
             next_value, following = before(is_step, value, following, REVERSE=True)
             delta = (delta + gammas * tl.where(kept, next_value, 0)) - value
         delta = tl.where(is_step, delta, 0)
-        advantage = scan(_factor(decay, is_step, kept), delta, carry, REVERSE=True)
-        carry = edge(advantage, REVERSE=True)
-        if values is not None:
-            result = advantage
+        factor = _factor(decay, is_step, kept)
+        if TWO_LAMBDAS:
+            second_factor = _factor(second_decay, is_step, kept)
+        if PASS == REDUCE:
+            factor, advantage = steps_to(factor, delta, REVERSE=True)
+            leave_steps(states, num_slots, factor, advantage, 0, REVERSE=True)
             if TWO_LAMBDAS:
-                result = scan(
-                    _factor(second_decay, is_step, kept), delta, second_carry, REVERSE=True
-                )
-                second_carry = edge(result, REVERSE=True)
-            result += shown
+                factor, result = steps_to(second_factor, delta, REVERSE=True)
+                leave_steps(states, num_slots, factor, result, 1, REVERSE=True)
+        else:
+            advantage = scan(factor, delta, carry, REVERSE=True)
+            carry = edge(advantage, REVERSE=True)
+            if values is not None:
+                result = advantage
+                if TWO_LAMBDAS:
+                    result = scan(second_factor, delta, second_carry, REVERSE=True)
+                    second_carry = edge(result, REVERSE=True)
+                result += shown
+                if not FILL_CARRY:
+                    result = tl.where(valid, result, 0)
+                tl.store(return_row + column, result, mask=inside)
             if not FILL_CARRY:
-                result = tl.where(valid, result, 0)
-            tl.store(return_row + column, result, mask=inside)
-        if not FILL_CARRY:
-            advantage = tl.where(valid, advantage, 0)
-        tl.store(advantage_row + column, advantage, mask=inside)
+                advantage = tl.where(valid, advantage, 0)
+            tl.store(advantage_row + column, advantage, mask=inside)
 
 
 # Left to right over the same steps:
 #   u_t = gA_t + c u_{t-1},  w_t = gR_t + c' w_{t-1},  d_t = u_t + w_t  (the gradient of delta_t)
 #   grad r_t = d_t,  grad V_t = gR_t - d_t + gamma d_{t-1},  grad bootstrap = gamma d_last
-# with c, c' and gamma replaced by 0 across the end of an episode.
+# with c, c' and gamma replaced by 0 across the end of an episode. In holes u and w stay as they are, so that d before the
+# first step of a tile is the sum of their carries.
 @_triton.jit
 def gae_backward_kernel(
     grad_advantages, grad_returns, mask, dones, lam_rows, cu_seqlens, grad_rewards, grad_values, grad_bootstrap,
-    num_rows: tl.int64, length: tl.int64, advantage_stride: tl.int64, return_stride: tl.int64, mask_stride: tl.int64,
-    done_stride: tl.int64, out_stride: tl.int64, gamma: tl.float64, lam: tl.float64, returns_lam: tl.float64,
-    HOLES: tl.constexpr, TWO_LAMBDAS: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    positions, states,
+    num_rows: tl.int64, length: tl.int64, num_slots: tl.int64, advantage_stride: tl.int64, return_stride: tl.int64,
+    mask_stride: tl.int64, done_stride: tl.int64, out_stride: tl.int64, gamma: tl.float64, lam: tl.float64,
+    returns_lam: tl.float64, PASS: tl.constexpr, HOLES: tl.constexpr, TWO_LAMBDAS: tl.constexpr, T: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row, first_tile = program_tile(cu_seqlens, num_rows, length, PASS, ROWS, BLOCK)
     start, size = spans(cu_seqlens, row, num_rows, length)
     lane = tl.arange(0, BLOCK)[None, :]
     advantage_row = grad_advantages + (start + row * advantage_stride)[:, None]
     out_row = (start + row * out_stride)[:, None]
     if grad_returns is not None:
         return_row = grad_returns + (start + row * return_stride)[:, None]
+    done_row = dones
     if dones is not None:
         done_row = dones + (start + row * done_stride)[:, None]
 
-    first = tl.zeros_like(size)
+    first, mask_row = tl.zeros_like(size), mask
     if mask is not None:
         mask_row = mask + (start + row * mask_stride)[:, None]
         if HOLES != _IGNORE:  # no gradient enters a hole, and none is there yet
-            first = first_valid(mask_row, size, BLOCK)
-            for tile in range(tl.cdiv(tl.max(first, 0), BLOCK)):
+            if PASS == BY_ROW:
+                first = first_valid(mask_row, size, BLOCK)
+            else:
+                first = size - tl.load(positions + row)
+            padding = first if PASS != REDUCE else tl.zeros_like(size)
+            for tile in range(first_tile, tiles_end(first_tile, padding, PASS, BLOCK)):
                 column = tile * BLOCK + lane
                 outside = column < first[:, None]
                 nothing = tl.zeros([ROWS, BLOCK], T)
@@ -151,11 +224,16 @@ def gae_backward_kernel(
     else:
         decay = gammas * tl.full([ROWS, 1], lam, T)
     second_decay = gammas * tl.full([ROWS, 1], returns_lam, T)
-    # Of the last step to the left: whether the episode goes on behind it, its gradients, and their sum.
-    goes_on, last = tl.zeros([ROWS, 1], T), tl.zeros([ROWS, 1], T)
-    carry, second_carry = tl.zeros([ROWS, 1], T), tl.zeros([ROWS, 1], T)
+    # Of the last step to the left: whether the episode goes on behind it, and its gradients.
+    goes_on = tl.zeros([ROWS, 1], T)
+    if PASS == REDUCE:
+        begin = first + first_tile * BLOCK
+        goes_on = _goes_on_before(done_row, mask_row, begin, first, size, HOLES, T, BLOCK)
+    goes_on = link_into(goes_on, states, num_slots, 1 + TWO_LAMBDAS, PASS)
+    carry = carry_into(tl.zeros([ROWS, 1], T), states, num_slots, 0, PASS)
+    second_carry = carry_into(tl.zeros([ROWS, 1], T), states, num_slots, TWO_LAMBDAS, PASS)
 
-    for tile in range(tl.cdiv(tl.max(size - first, 0), BLOCK)):
+    for tile in range(first_tile, tiles_end(first_tile, size - first, PASS, BLOCK)):
         column = (first + tile * BLOCK)[:, None] + lane
         inside = column < size[:, None]
         valid = inside
@@ -172,20 +250,33 @@ def gae_backward_kernel(
             of_return = tl.load(return_row + column, mask=valid, other=0).to(T)
             if not TWO_LAMBDAS:
                 delta += of_return
-        delta = scan(_factor(decay, is_step, kept != 0), delta, carry, REVERSE=False)
-        carry = edge(delta, REVERSE=False)
+        factor = _factor(decay, is_step, kept != 0)
         if TWO_LAMBDAS:
-            second = scan(
-                _factor(second_decay, is_step, kept != 0), of_return, second_carry, REVERSE=False
-            )
-            second_carry = edge(second, REVERSE=False)
-            delta += second
-        tl.store(grad_rewards + out_row + column, tl.where(is_read, delta, 0), mask=inside)
-        delta_before, last = before(is_step, delta, last, REVERSE=False)
-        if grad_returns is not None:
-            of_value = of_return - delta + gammas * kept * delta_before
-            tl.store(grad_values + out_row + column, tl.where(is_read, of_value, 0), mask=inside)
-    tl.store(grad_bootstrap + row[:, None], goes_on * gammas * last, mask=(row < num_rows)[:, None])
+            second_factor = _factor(second_decay, is_step, kept != 0)
+        if PASS == REDUCE:
+            factor, delta = steps_to(factor, delta, REVERSE=False)
+            leave_steps(states, num_slots, factor, delta, 0, REVERSE=False)
+            if TWO_LAMBDAS:
+                factor, delta = steps_to(second_factor, of_return, REVERSE=False)
+                leave_steps(states, num_slots, factor, delta, 1, REVERSE=False)
+        else:
+            last = carry + second_carry if TWO_LAMBDAS else carry
+            delta = scan(factor, delta, carry, REVERSE=False)
+            carry = edge(delta, REVERSE=False)
+            if TWO_LAMBDAS:
+                second = scan(second_factor, of_return, second_carry, REVERSE=False)
+                second_carry = edge(second, REVERSE=False)
+                delta += second
+            tl.store(grad_rewards + out_row + column, tl.where(is_read, delta, 0), mask=inside)
+            delta_before, _ = before(is_step, delta, last, REVERSE=False)
+            if grad_returns is not None:
+                of_value = of_return - delta + gammas * kept * delta_before
+                of_value = tl.where(is_read, of_value, 0)
+                tl.store(grad_values + out_row + column, of_value, mask=inside)
+    if PASS != REDUCE:
+        last = carry + second_carry if TWO_LAMBDAS else carry
+        is_known = completes(row, first_tile, size - first, num_rows, PASS, BLOCK)
+        tl.store(grad_bootstrap + row[:, None], goes_on * gammas * last, mask=is_known)
 
 
 def gae_out(
@@ -206,22 +297,34 @@ def gae_out(
 ) -> None:
     inputs = [_triton.unit_stride(rewards), _triton.unit_stride(values)]
     inputs += [_triton.mask_rows(mask), _triton.mask_rows(dones)]
-    per_row = [None if x is None else x.contiguous() for x in (bootstrap, lam_rows, cu_seqlens)]
-    rows, block = _triton.tile_shape(rewards, cu_seqlens)
-    num_rows = _triton.num_rows(rewards, cu_seqlens)
-    _triton.launch(
-        gae_kernel,
-        (triton.cdiv(num_rows, rows),),
-        *(*inputs, *per_row, advantages, returns, num_rows, rewards.shape[-1]),
-        *map(_triton.row_stride, (*inputs, advantages)),
-        *(gamma, lam, returns_lam),
-        HOLES=holes if mask is not None else _IGNORE.value,
-        FILL_CARRY=fill_carry and mask is not None,
-        TWO_LAMBDAS=values is not None and _has_two(lam_rows, lam, returns_lam),
-        T=_triton.compute_type(rewards.dtype),
-        ROWS=rows,
-        BLOCK=block,
-        num_warps=4 if rows == 16 else 8,  # eight would spill on sm_80
+    bootstrap, lam_rows, cu_seqlens = map(_triton.dense, (bootstrap, lam_rows, cu_seqlens))
+    has_values = values is not None
+    has_two = has_values and _has_two(lam_rows, lam, returns_lam)
+    rows = ScanRows(rewards, cu_seqlens, num_scans=1 + has_two, num_links=int(has_values))
+
+    def launch(which: tl.constexpr) -> None:
+        _triton.launch(
+            gae_kernel,
+            (rows.num_programs,),
+            *(*inputs, bootstrap, lam_rows, cu_seqlens, advantages, returns, rows.positions),
+            *rows.arguments,
+            *map(_triton.row_stride, (*inputs, advantages)),
+            *(gamma, lam, returns_lam),
+            PASS=which.value,
+            HOLES=holes if mask is not None else _IGNORE.value,
+            FILL_CARRY=fill_carry and mask is not None,
+            TWO_LAMBDAS=has_two,
+            T=_triton.compute_type(rewards.dtype),
+            **rows.tile,
+            num_warps=4 if rows.tile["ROWS"] == 16 else 8,  # eight would spill on sm_80
+        )
+
+    ends_early = holes == _CARRY.value or (holes == _ZERO_STEP.value and bootstrap is None)
+    rows.run(
+        launch,
+        initial=None if has_values else bootstrap,
+        mask=inputs[2] if ends_early else None,
+        reverse=True,
     )
 
 
@@ -272,23 +375,27 @@ def gae_backward(
     """grad_values is empty for discounted returns, which have none; grad_bootstrap has one element per row."""
     inputs = [_triton.unit_stride(grad_advantages), _triton.unit_stride(grad_returns)]
     inputs += [_triton.mask_rows(mask), _triton.mask_rows(dones)]
-    per_row = [None if x is None else x.contiguous() for x in (lam_rows, cu_seqlens)]
-    rows, block = _triton.tile_shape(grad_advantages, cu_seqlens)
-    num_rows = _triton.num_rows(grad_advantages, cu_seqlens)
+    lam_rows, cu_seqlens = _triton.dense(lam_rows), _triton.dense(cu_seqlens)
+    has_two = grad_returns is not None and _has_two(lam_rows, lam, returns_lam)
+    rows = ScanRows(grad_advantages, cu_seqlens, num_scans=1 + has_two, num_links=1)
     grad_rewards = _result(grad_advantages)
     grad_values = grad_rewards.new_empty(grad_rewards.shape if grad_returns is not None else (0,))
-    grad_bootstrap = grad_rewards.new_empty((num_rows,))
-    _triton.launch(
-        gae_backward_kernel,
-        (triton.cdiv(num_rows, rows),),
-        *(*inputs, *per_row, grad_rewards, grad_values, grad_bootstrap),
-        *(num_rows, grad_advantages.shape[-1]),
-        *map(_triton.row_stride, (*inputs, grad_rewards)),
-        *(gamma, lam, returns_lam),
-        HOLES=holes if mask is not None else _IGNORE.value,
-        TWO_LAMBDAS=grad_returns is not None and _has_two(lam_rows, lam, returns_lam),
-        T=_triton.compute_type(grad_advantages.dtype),
-        ROWS=rows,
-        BLOCK=block,
-    )
+    grad_bootstrap = grad_rewards.new_empty((rows.count,))
+
+    def launch(which: tl.constexpr) -> None:
+        _triton.launch(
+            gae_backward_kernel,
+            (rows.num_programs,),
+            *(*inputs, lam_rows, cu_seqlens, grad_rewards, grad_values, grad_bootstrap),
+            *(rows.positions, *rows.arguments),
+            *map(_triton.row_stride, (*inputs, grad_rewards)),
+            *(gamma, lam, returns_lam),
+            PASS=which.value,
+            HOLES=holes if mask is not None else _IGNORE.value,
+            TWO_LAMBDAS=has_two,
+            T=_triton.compute_type(grad_advantages.dtype),
+            **rows.tile,
+        )
+
+    rows.run(launch, mask=inputs[2] if holes != _IGNORE.value else None, reverse=False)
     return grad_rewards, grad_values, grad_bootstrap

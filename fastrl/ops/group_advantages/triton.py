@@ -1,7 +1,8 @@
 """Group advantages in Triton: a stable sort brings the members of a group together, in the order of the samples.
 
-The scored ones are then moved up to the start of their group, and member r of a group is added in lane r % BLOCK: so a
-group has the same bits alone and among others, and whatever members are not scored. All arithmetic is in float64.
+The scored ones are then moved up to the start of their group and added in chunks counted from there, chunks by a fixed
+tree: so a group has the same bits alone and among others, and whatever members are not scored, and one that holds the
+whole batch keeps as many programs busy as a thousand small ones. All arithmetic is in float64.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _NO_BASELINE = tl.constexpr(BASELINES["none"])
 _STD, _BATCH_STD = tl.constexpr(SCALES["std"]), tl.constexpr(SCALES["batch_std"])
 _MEAN, _NO_SCALE = tl.constexpr(SCALES["mean"]), tl.constexpr(SCALES["none"])
 
-# Positions in the sorted batch that a program looks at, and members of a group that it adds at once.
-_GROUPS: dict[str, Any] = {"ROWS": 16, "BLOCK": 128}
+# Positions in the sorted batch that a program looks at, and members or chunks of a group that it adds at once.
+_GROUPS: dict[str, Any] = {"ROWS": 8, "BLOCK": 128}
 
 
 # ---- scores [K, N] in float64, NaN where a sample is not scored ------------------------------------------------------
@@ -82,43 +83,79 @@ def sum_tokens_kernel(
         tl.store(lengths + row, tl.sum(counts, 1), mask=is_row)
 
 
-# ---- groups: each is known by the position of its first member among the sorted samples ------------------------------
+# ---- groups: each is known by its head, the position of its first member among the sorted samples -------------------
 
 
 @_triton.jit
-def gather_members_kernel(
-    ids, order, scores, lengths, heads, counts, member_scores, member_lengths,
-    num_samples: tl.int64, num_objectives: tl.int64, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+def place_members_kernel(
+    order, head_of, end_of, num_scored, scores, lengths, heads, counts, member_scores, member_lengths,
+    num_samples: tl.int64, num_objectives: tl.int64, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The scored members of each group side by side from its head on, and their number there; 0 elsewhere."""
+    """The scored members of each group side by side from its head on, and at each position how many the group has.
+
+    ``num_scored [K, N]`` counts the scored samples up to each position, so that nothing walks along a group.
+    """
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < num_samples * num_objectives
+    position = at % num_samples
+    row = at - position
+    sample = tl.load(order + position, mask=inside, other=0)
+    head = tl.load(head_of + position, mask=inside, other=0)
+    end = tl.load(end_of + position, mask=inside, other=1)
+    before = tl.load(num_scored + row + head - 1, mask=inside & (head > 0), other=0)
+    count = tl.load(num_scored + row + end - 1, mask=inside, other=0) - before
+    rank = tl.load(num_scored + at, mask=inside, other=0) - before - 1
+    score = tl.load(scores + row + sample, mask=inside, other=float("nan"))
+    is_scored = score == score
+    tl.store(heads + sample, head, mask=inside)
+    tl.store(counts + at, count, mask=inside)
+    tl.store(member_scores + row + head + rank, score, mask=is_scored)
+    if lengths is not None:
+        length = tl.load(lengths + sample, mask=is_scored, other=0)
+        tl.store(member_lengths + row + head + rank, length, mask=is_scored)
+
+
+@triton.jit
+def _position(head_of, num_samples, num_objectives, ROWS: tl.constexpr):
+    """The objective of a program, its positions ``[ROWS]`` and their heads; those that are none have themselves."""
     program = tl.program_id(0).to(tl.int64)
-    objective = program % num_objectives
-    head = program // num_objectives * ROWS + tl.arange(0, ROWS)
-    is_head = head < num_samples
-    group = tl.load(ids + head, mask=is_head, other=0)
-    before = tl.load(ids + head - 1, mask=is_head & (head > 0), other=0)
-    is_head &= (head == 0) | (before != group)
+    position = program // num_objectives * ROWS + tl.arange(0, ROWS)
+    head = tl.load(head_of + position, mask=position < num_samples, other=0)
+    return program % num_objectives, position, head
+
+
+# A chunk is BLOCK scored members counted from the head of their group; what it sums is kept at its first position.
+@_triton.jit
+def sums_of_chunks_kernel(
+    head_of, counts, member_scores, member_lengths, sums, num_samples: tl.int64, num_objectives: tl.int64,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """In ``sums [3 or 5, K, N]``: the offsets of scores from the group's first one, their squared deviations, whether any
+    is not 0, and the lengths and their products with offsets."""
+    objective, position, head = _position(head_of, num_samples, num_objectives, ROWS)
+    at = objective * num_samples + position
+    begin = position - head
+    is_chunk = (position < num_samples) & (begin % BLOCK == 0)
+    n = tl.load(counts + at, mask=is_chunk, other=0) - begin
+    n = tl.where(is_chunk, tl.minimum(n, BLOCK), 0)
+    origin = tl.load(member_scores + objective * num_samples + head, mask=n > 0, other=0)
     lane = tl.arange(0, BLOCK)[None, :]
-    found, going, start = tl.zeros_like(head), is_head, head
-    while tl.max(going.to(tl.int32), 0) > 0:
-        at = start[:, None] + lane
-        inside = going[:, None] & (at < num_samples)
-        is_member = inside & (tl.load(ids + at, mask=inside, other=0) == group[:, None])
-        sample = tl.load(order + at, mask=is_member, other=0)
-        tl.store(heads + sample, tl.broadcast_to(head[:, None], at.shape), mask=is_member)
-        score = tl.load(
-            scores + objective * num_samples + sample, mask=is_member, other=float("nan")
-        )
-        is_scored = (score == score).to(tl.int32)
-        to = objective * num_samples + (head + found)[:, None] + tl.cumsum(is_scored, 1) - 1
-        tl.store(member_scores + to, score, mask=is_scored > 0)
-        if lengths is not None:
-            length = tl.load(lengths + sample, mask=is_member, other=0)
-            tl.store(member_lengths + to, length, mask=is_scored > 0)
-        found += tl.sum(is_scored, 1)
-        going &= tl.min(is_member.to(tl.int32), 1) > 0
-        start += BLOCK
-    tl.store(counts + objective * num_samples + head, found, mask=head < num_samples)
+    inside = lane < n[:, None]
+    score = tl.load(member_scores + at[:, None] + lane, mask=inside, other=0)
+    offset = tl.where(inside, score - origin[:, None], 0)
+    total = tl.sum(offset, 1)
+    deviation = tl.where(inside, offset - (total / tl.maximum(n, 1))[:, None], 0)
+    # Infinite scores are never equal: inf - inf is not 0.
+    differs = tl.max((offset != 0).to(tl.int32), 1)
+    plane = num_objectives * num_samples
+    tl.store(sums + at, total, mask=n > 0)
+    tl.store(sums + plane + at, tl.sum(deviation * deviation, 1), mask=n > 0)
+    tl.store(sums + 2 * plane + at, differs.to(tl.float64), mask=n > 0)
+    if member_lengths is not None:
+        length = tl.load(member_lengths + at[:, None] + lane, mask=inside, other=0)
+        of_offsets = tl.where(length > 0, length * offset, 0)
+        tl.store(sums + 3 * plane + at, tl.sum(length, 1), mask=n > 0)
+        tl.store(sums + 4 * plane + at, tl.sum(of_offsets, 1), mask=n > 0)
 
 
 @triton.jit
@@ -129,50 +166,50 @@ def _inverse_std(count, m2, all_equal, ddof, eps):
 
 
 # A = ((score - origin) - offset) * factor, and 0 where the bracket is 0 whatever the factor. Scores are measured from the
-# first member's, which is also how equal ones come out as exactly 0.
+# first member's, which is also how equal ones come out as exactly 0. The squared deviations of a group are those inside
+# its chunks and those of the chunks' means.
 @_triton.jit
 def group_maps_kernel(
-    counts, member_scores, member_lengths, batch_moments, maps, num_samples: tl.int64,
+    head_of, counts, member_scores, sums, batch_moments, maps, num_samples: tl.int64,
     num_objectives: tl.int64, ddof: tl.int64, eps: tl.float64, BASELINE: tl.constexpr,
     SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(origin, offset, factor) of each group of one scored member or more, at its head in ``maps [3, K, N]``."""
-    program = tl.program_id(0).to(tl.int64)
-    objective = program % num_objectives
-    head = program // num_objectives * ROWS + tl.arange(0, ROWS)
-    at = objective * num_samples + head
+    objective, position, head = _position(head_of, num_samples, num_objectives, ROWS)
+    at = objective * num_samples + position
+    plane = num_objectives * num_samples
     eps = tl.full([], eps, tl.float64)  # the interpreter rounds a number that meets a tensor
-    n = tl.load(counts + at, mask=head < num_samples, other=0)
-    lane = tl.arange(0, BLOCK)[None, :]
-    num_tiles = tl.cdiv(tl.max(n, 0).to(tl.int64), BLOCK)
+    is_head = (position < num_samples) & (position == head)
+    n = tl.load(counts + at, mask=is_head, other=0)
     origin = tl.load(member_scores + at, mask=n > 0, other=0)
+    num_chunks = tl.cdiv(n, BLOCK)
+    num_tiles = tl.cdiv(tl.max(num_chunks, 0), BLOCK)
+    lane = tl.arange(0, BLOCK)[None, :]
 
     offsets = tl.zeros([ROWS, BLOCK], tl.float64)
-    differs = tl.zeros([ROWS, BLOCK], tl.int32)
-    lengths, length_offsets = offsets, offsets
+    differs, lengths, length_offsets = offsets, offsets, offsets
     for tile in range(num_tiles):
-        rank = tile * BLOCK + lane
-        inside = rank < n[:, None]
-        score = tl.load(member_scores + at[:, None] + rank, mask=inside, other=0)
-        offset = tl.where(inside, score - origin[:, None], 0)
-        offsets += offset
-        # Infinite scores are never equal: inf - inf is not 0.
-        differs |= (offset != 0).to(tl.int32)
-        if member_lengths is not None:
-            length = tl.load(member_lengths + at[:, None] + rank, mask=inside, other=0)
-            lengths += length
-            length_offsets += tl.where(length > 0, length * offset, 0)
+        chunk = tile * BLOCK + lane
+        inside = chunk < num_chunks[:, None]
+        of_chunk = sums + at[:, None] + chunk * BLOCK
+        offsets += tl.load(of_chunk, mask=inside, other=0)
+        differs += tl.load(of_chunk + 2 * plane, mask=inside, other=0)
+        if BASELINE == _LENGTH_WEIGHTED:
+            lengths += tl.load(of_chunk + 3 * plane, mask=inside, other=0)
+            length_offsets += tl.load(of_chunk + 4 * plane, mask=inside, other=0)
     mean = tl.sum(offsets, 1) / tl.maximum(n, 1)
-    all_equal = tl.max(differs, 1) == 0
+    all_equal = tl.sum(differs, 1) == 0
 
     squares = tl.zeros([ROWS, BLOCK], tl.float64)
     if SCALE == _STD:
         for tile in range(num_tiles):
-            rank = tile * BLOCK + lane
-            inside = rank < n[:, None]
-            score = tl.load(member_scores + at[:, None] + rank, mask=inside, other=0)
-            deviation = tl.where(inside, (score - origin[:, None]) - mean[:, None], 0)
-            squares += deviation * deviation
+            chunk = tile * BLOCK + lane
+            inside = chunk < num_chunks[:, None]
+            of_chunk = sums + at[:, None] + chunk * BLOCK
+            size = tl.minimum(n[:, None] - chunk * BLOCK, BLOCK)
+            of_mean = tl.load(of_chunk, mask=inside, other=0) / tl.where(inside, size, 1)
+            of_mean = tl.where(inside, of_mean - mean[:, None], 0)
+            squares += tl.load(of_chunk + plane, mask=inside, other=0) + size * of_mean * of_mean
 
     shown_origin, shown_offset = origin, mean
     factor = tl.full([ROWS], 1, tl.float64)
@@ -181,7 +218,7 @@ def group_maps_kernel(
         weighted = tl.sum(length_offsets, 1) / tl.where(length > 0, length, 1)
         shown_offset = tl.where(length > 0, weighted, -origin)
     if BASELINE == _LEAVE_ONE_OUT:  # s - mean of the others = (s - mean) n / (n - 1)
-        factor = n / tl.maximum(n - 1, 1)
+        factor = n.to(tl.float64) / tl.maximum(n - 1, 1)
     if BASELINE == _NO_BASELINE:
         shown_origin, shown_offset = tl.zeros_like(origin), tl.zeros_like(origin)
     if SCALE == _STD:
@@ -203,7 +240,6 @@ def group_maps_kernel(
     shown_origin = tl.where(alone, 0, shown_origin)
     shown_offset = tl.where(alone, 0, shown_offset)
     factor = tl.where(alone, raw_factor, factor)
-    plane = num_objectives * num_samples
     tl.store(maps + at, shown_origin, mask=n > 0)
     tl.store(maps + plane + at, shown_offset, mask=n > 0)
     tl.store(maps + 2 * plane + at, factor, mask=n > 0)
@@ -315,23 +351,34 @@ def group_advantages(
             masked_moments_out(*objective)
 
     ids, order = torch.sort(groups.contiguous(), stable=True)
+    head_of, end_of = (torch.searchsorted(ids, ids, right=right) for right in (False, True))
+    num_scored = scores.index_select(1, order).isnan().logical_not().cumsum(1)
     heads = torch.empty_like(order)
-    counts, member_scores = scores.new_empty((2, *sizes))
-    member_lengths = None if lengths is None else scores.new_empty(sizes)
-    maps = scores.new_empty((3, *sizes))
-    programs = triton.cdiv(num_samples, _GROUPS["ROWS"]) * num_objectives
+    counts = torch.empty_like(num_scored)
+    member_scores = torch.empty_like(scores)
+    member_lengths = None if lengths is None else torch.empty_like(scores)
     _triton.launch(
-        gather_members_kernel,
-        (programs,),
-        *(ids, order, scores, lengths, heads, counts, member_scores, member_lengths),
-        *(num_samples, num_objectives),
-        **_GROUPS,
-        num_warps=8,
+        place_members_kernel,
+        (triton.cdiv(scores.numel(), 512),),
+        *(order, head_of, end_of, num_scored, scores, lengths, heads, counts, member_scores),
+        *(member_lengths, *sizes[::-1]),
+        BLOCK=512,
+        num_warps=4,
     )
+    programs = triton.cdiv(num_samples, _GROUPS["ROWS"]) * num_objectives
+    sums = scores.new_empty((3 if lengths is None else 5, *sizes))
+    _triton.launch(
+        sums_of_chunks_kernel,
+        (programs,),
+        *(head_of, counts, member_scores, member_lengths, sums, num_samples, num_objectives),
+        **_GROUPS,
+        num_warps=4,
+    )
+    maps = scores.new_empty((3, *sizes))
     _triton.launch(
         group_maps_kernel,
         (programs,),
-        *(counts, member_scores, member_lengths, batch_moments, maps),
+        *(head_of, counts, member_scores, sums, batch_moments, maps),
         *(num_samples, num_objectives, ddof, eps),
         BASELINE=baseline,
         SCALE=scale,

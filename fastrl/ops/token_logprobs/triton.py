@@ -173,7 +173,7 @@ def token_logprobs(
     _triton.launch(
         token_logprobs_kernel,
         (rows.count,),
-        *(rows.logits, tokens.contiguous(), _dense(temperatures), logp),
+        *(rows.logits, tokens.contiguous(), _triton.dense(temperatures), logp),
         *(entropies if entropy else None, statistics, *rows.numbers, temperature),
         **rows.meta,
     )
@@ -194,12 +194,8 @@ def token_logprobs_backward(
     _triton.launch(
         token_logprobs_backward_kernel,
         (rows.count,),
-        *(_dense(grad_logp), _dense(grad_entropy), rows.logits, tokens.contiguous()),
-        *(_dense(temperatures), statistics, grad_logits, *rows.numbers, temperature),
+        *(_triton.dense(grad_logp), _triton.dense(grad_entropy), rows.logits, tokens.contiguous()),
+        *(_triton.dense(temperatures), statistics, grad_logits, *rows.numbers, temperature),
         **rows.meta,
     )
     return grad_logits
-
-
-def _dense(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.contiguous()

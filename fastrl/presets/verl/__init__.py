@@ -4,6 +4,11 @@ Values are verl's at valid tokens; masked positions hold 0 and influence nothing
 that nothing waits for the device. Equal rewards give exactly 0.
 """
 
+from fastrl.presets._logits import (
+    entropy_from_logits,
+    entropy_from_logits_with_chunking,
+    logprobs_from_logits,
+)
 from fastrl.presets.verl.advantages import (
     compute_gae_advantage_return,
     compute_gdpo_outcome_advantage,
@@ -22,6 +27,7 @@ from fastrl.presets.verl.advantages import (
 )
 from fastrl.presets.verl.common import agg_loss
 from fastrl.presets.verl.losses import (
+    compute_policy_loss_bypass_mode,
     compute_policy_loss_cispo,
     compute_policy_loss_clip_cov,
     compute_policy_loss_dppo_kl,
@@ -38,6 +44,7 @@ from fastrl.presets.verl.losses import (
     kl_penalty,
 )
 from fastrl.presets.verl.rollout import (
+    compute_offpolicy_metrics,
     compute_rollout_correction_weights,
     compute_rollout_rejection_mask,
 )
@@ -53,6 +60,8 @@ __all__ = [
     "compute_multi_turn_optimal_token_baseline_advantage",
     "compute_opo_outcome_advantage",
     "compute_optimal_token_baseline_advantage",
+    "compute_offpolicy_metrics",
+    "compute_policy_loss_bypass_mode",
     "compute_policy_loss_cispo",
     "compute_policy_loss_clip_cov",
     "compute_policy_loss_dppo_kl",
@@ -73,5 +82,8 @@ __all__ = [
     "compute_rollout_correction_weights",
     "compute_rollout_rejection_mask",
     "compute_value_loss",
+    "entropy_from_logits",
+    "entropy_from_logits_with_chunking",
     "kl_penalty",
+    "logprobs_from_logits",
 ]

@@ -6,9 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
+from fastrl.errors import ArgumentError
 from fastrl.ops.policy_loss import policy_loss
 from fastrl.ops.value_loss import value_loss
 from fastrl.presets.verl.common import Loss, LossCall, aggregation, factor, option
+from fastrl.presets.verl.rollout import (
+    compute_offpolicy_metrics,
+    compute_rollout_correction_weights,
+    compute_rollout_rejection_mask,
+)
 from fastrl.surrogates import (
     clip_cov_loss,
     dppo_loss,
@@ -278,6 +284,53 @@ def compute_policy_loss_kl_cov(
     )
     loss, _ = call.result(out)
     return loss, {"actor/ppo_kl": out.metrics["abs_kl"] / out.metrics["tokens"].clamp(min=1)}
+
+
+def compute_policy_loss_bypass_mode(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> Loss:
+    """``old_log_prob`` is the engine's: PPO against it, or REINFORCE with weights; rejection by ``rollout_rs``."""
+    options = option(config.policy_loss, "rollout_correction")
+    if options is None:
+        raise ArgumentError(
+            "verl bypass_mode: config.policy_loss.rollout_correction must be given, got None"
+        )
+    kind = option(options, "loss_type", "ppo_clip")
+    if kind not in ("ppo_clip", "reinforce"):
+        raise ArgumentError(
+            f"verl bypass_mode: loss_type must be 'ppo_clip' or 'reinforce', got {kind!r}"
+        )
+    log_ratio = log_prob.detach() - old_log_prob
+    mask, weights = response_mask, None
+    metrics: dict[str, Tensor] = {}
+    level, threshold = (
+        option(options, "rollout_is"),
+        option(options, "rollout_is_threshold", 2.0),
+    )
+    if level is not None:
+        normalize = option(options, "rollout_is_batch_normalize", False)
+        weights, found = compute_rollout_correction_weights(
+            log_ratio, response_mask, level, threshold, normalize
+        )
+        metrics |= found
+    rejection = option(options, "rollout_rs")
+    if rejection is not None:
+        limits = option(options, "rollout_rs_threshold")
+        mask, found = compute_rollout_rejection_mask(log_ratio, response_mask, rejection, limits)
+        metrics |= found
+    metrics |= compute_offpolicy_metrics(log_prob, old_log_prob, response_mask)
+    call = (old_log_prob, log_prob, advantages, mask, loss_agg_mode, config)
+    if kind == "ppo_clip":
+        loss, of_loss = compute_policy_loss_vanilla(*call)
+    else:
+        loss, of_loss = compute_policy_loss_reinforce(*call, weights)
+    return loss, of_loss | {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
 def compute_value_loss(
