@@ -13,10 +13,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import library as torch_library
 
 # The dispatcher holds one kernel per operator and device, so Triton's have operators of their own beside those of C++.
-_COMPILED = torch.library.Library("fastrl", "DEF")
-_TRITON = torch.library.Library("fastrl_triton", "DEF")
+_COMPILED = torch_library.Library("fastrl", "DEF")
+_TRITON = torch_library.Library("fastrl_triton", "DEF")
 _DISPATCH_KEYS = ("CPU", "CUDA")
 
 # One operator per implementation: "cpu" and "cuda" are one operator of which the dispatcher picks the kernel.
@@ -51,7 +52,7 @@ def define(name: str, signature: str, fake: Callable[..., Any]) -> Operators:
     """Declare operator ``name`` with its schema and the function that gives output shapes and dtypes."""
     for library, namespace in ((_COMPILED, "fastrl"), (_TRITON, "fastrl_triton")):
         library.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
+        torch_library.register_fake(f"{namespace}::{name}", fake, lib=library)
     _kernels[name] = tuple(
         key
         for key in _DISPATCH_KEYS

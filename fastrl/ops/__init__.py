@@ -1,1 +1,1 @@
-"""One folder per operation: ``api`` (public function), ``op`` (torch.library and autograd), ``reference`` (definition)."""
+"""One folder per operation: ``api`` (public function), ``op`` (operator and autograd), ``reference`` (definition)."""
