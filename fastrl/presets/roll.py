@@ -98,7 +98,7 @@ def reward_norm(
     if norm_std_type == "running":
         flat = flat / (running.std + 1e-6)
     elif norm_std_type is not None:
-        flat = group_advantages(flat, groups[norm_std_type], baseline="none", singleton="raw")
+        flat = group_advantages(flat, groups[norm_std_type], baseline="none")
     return flat.view(rewards.shape)
 
 
