@@ -33,7 +33,7 @@ def masked_row_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def kl_by_name(logp: Tensor, ref_logp: Tensor, name: str, gradient: str = "pathwise") -> Tensor:
-    """KL per token, "kl", "abs", "mse" or "low_var_kl", or k1 to k3; the log-ratio is clamped at 20, k3 at 10."""
+    """KL per token, "kl", "abs", "mse" or "low_var_kl", or k1 to k3, which is clamped: its log-ratio at 20, itself at 10."""
     estimator = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(name, name)
     return kl_penalty(
         *(logp, ref_logp),

@@ -275,6 +275,13 @@ def test_kl_by_hand() -> None:
     assert loss == pytest.approx(0.7 / 3, abs=1e-6)
 
 
+def test_ratios_of_sequences_by_hand() -> None:
+    """Geometric means over the valid tokens: the root of 2 at two tokens, 3 at the one of the second sequence."""
+    _, metrics, _ = run(config(token_level_loss=False, sequence_level_importance_ratios=True))
+    assert metrics["probs_ratio"] == pytest.approx((2 * math.sqrt(2) + 3) / 3, abs=1e-6)
+    assert metrics["probs_ratio_max"] == pytest.approx(3, abs=1e-6)
+
+
 @pytest.mark.parametrize("by_token", [True, False])
 def test_counts_of_the_whole_batch(by_token: bool) -> None:
     """A micro-batch of half the batch: the loss, and what is averaged over tokens, weigh half."""
