@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import os
 import sys
@@ -48,6 +49,16 @@ def check_version(package: str, tested: tuple[str, ...], how: str = "tested with
             f"fastrl.integrations: {package} must be {' or '.join(tested)}, the versions this was {how}, "
             f"got {found}; set FASTRL_UNCHECKED_VERSIONS=1 to run it all the same"
         )
+
+
+def import_checkout(package: str, module: str, how: str) -> Any:
+    """A module of a trainer that has no versions; ``how`` says where the package comes from."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise VersionError(
+            f"fastrl.integrations: {package} must be importable, {error}; {how}"
+        ) from error
 
 
 def check_arguments(package: str, theirs: Any, ours: Any) -> None:

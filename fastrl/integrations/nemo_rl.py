@@ -7,9 +7,6 @@ its own loss has stay its own.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 from fastrl.integrations import _patch
 from fastrl.presets import nemo_rl as preset
 
@@ -24,13 +21,11 @@ _LOSSES = ("ClippedPGLossFn", "MseValueLossFn")
 
 def install() -> None:
     """Lead NeMo-RL's estimators and losses to fastrl. Calling it again changes nothing."""
-    try:
-        estimators: Any = importlib.import_module("nemo_rl.algorithms.advantage_estimator")
-        losses: Any = importlib.import_module("nemo_rl.algorithms.loss.loss_functions")
-    except ImportError as error:
-        raise _patch.VersionError(
-            f"fastrl.integrations: nemo_rl must be importable, {error}; install NVIDIA-NeMo/RL from its repository"
-        ) from error
+    how = "install NVIDIA-NeMo/RL from its repository"
+    estimators, losses = (
+        _patch.import_checkout(PACKAGE, f"nemo_rl.algorithms.{module}", how)
+        for module in ("advantage_estimator", "loss.loss_functions")
+    )
     methods = [(getattr(estimators, name), name, "compute_advantage") for name in _ESTIMATORS]
     methods += [(getattr(losses, name), name, "__call__") for name in _LOSSES]
     replacements = []

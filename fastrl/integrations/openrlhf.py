@@ -1,13 +1,12 @@
 """OpenRLHF 0.11.2 on fastrl: policy and value loss, KL, log-probabilities, group baselines, GAE and reward-to-go.
 
-``install()`` before the trainers are imported, since they take the names from the modules patched here.
+``install()`` at any time: names that OpenRLHF's modules took from one another are replaced in each that is loaded.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import sys
 from typing import Any
 
 import torch
@@ -25,17 +24,10 @@ def install() -> None:
     _patch.check_version(PACKAGE, TESTED)
     loss: Any = importlib.import_module("openrlhf.models.loss")
     utils: Any = importlib.import_module("openrlhf.models.utils")
-    models: Any = importlib.import_module("openrlhf.models")
-    for name in ("PolicyLoss", "ValueLoss"):
-        for owner in (loss, models):
-            if hasattr(owner, name):
-                _patch.replace(PACKAGE, owner, name, getattr(preset, name))
-    for name in ("compute_approx_kl", "log_probs_from_logits", "compute_entropy"):
-        _patch.replace(PACKAGE, utils, name, getattr(preset, name))
-    actor = sys.modules.get("openrlhf.models.actor")
-    for name in ("log_probs_from_logits", "compute_entropy"):
-        if hasattr(actor, name):
-            _patch.replace(PACKAGE, actor, name, getattr(preset, name))
+    functions = ("compute_approx_kl", "log_probs_from_logits", "compute_entropy")
+    for owner, names in ((loss, ("PolicyLoss", "ValueLoss")), (utils, functions)):
+        for name in names:
+            _patch.replace_everywhere(PACKAGE, name, getattr(owner, name), getattr(preset, name))
 
 
 def install_experience_maker(maker: Any) -> None:

@@ -6,9 +6,6 @@ ROLL runs from its checkout and has no version: ``install()`` compares the argum
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 from fastrl.integrations import _patch
 from fastrl.presets import roll as preset
 
@@ -22,12 +19,9 @@ _FUNCTIONS = (
 
 def install() -> None:
     """Lead ROLL's functions to fastrl. Calling it again changes nothing."""
-    try:
-        functionals: Any = importlib.import_module("roll.utils.functionals")
-    except ImportError as error:
-        raise _patch.VersionError(
-            f"fastrl.integrations: roll must be importable, {error}; put the checkout of alibaba/ROLL on PYTHONPATH"
-        ) from error
+    functionals = _patch.import_checkout(
+        PACKAGE, "roll.utils.functionals", "put the checkout of alibaba/ROLL on PYTHONPATH"
+    )
     pairs = [(name, getattr(functionals, name), getattr(preset, name)) for name in _FUNCTIONS]
     for _, theirs, ours in pairs:
         _patch.check_arguments(PACKAGE, theirs, ours)

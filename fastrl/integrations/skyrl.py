@@ -8,7 +8,6 @@ too, so those take the place of SkyRL's own.
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import Any
 
 import torch
@@ -43,11 +42,6 @@ _LOSSES = {
     "importance_sampling": preset.importance_sampling_loss,
     "cross_entropy": preset.cross_entropy_loss,
 }
-# Modules that import the name, with the name.
-_BY_NAME = (
-    ("skyrl.backends.skyrl_train.workers.worker", "ppo_critic_loss"),
-    ("skyrl.backends.skyrl_train.workers.model_wrapper", "logprobs_from_logits"),
-)
 
 
 def install() -> None:
@@ -63,11 +57,8 @@ def install() -> None:
     for name, function in _LOSSES.items():
         _patch.replace(PACKAGE, registry, name, function)
     tensors: Any = importlib.import_module("skyrl.backends.skyrl_train.utils.torch_utils")
-    _patch.replace(PACKAGE, utils, "ppo_critic_loss", preset.ppo_critic_loss)
-    _patch.replace(PACKAGE, tensors, "logprobs_from_logits", preset.logprobs_from_logits)
-    for module, name in _BY_NAME:
-        if module in sys.modules:
-            _patch.replace(PACKAGE, sys.modules[module], name, getattr(preset, name))
+    for owner, name in ((utils, "ppo_critic_loss"), (tensors, "logprobs_from_logits")):
+        _patch.replace_everywhere(PACKAGE, name, getattr(owner, name), getattr(preset, name))
 
 
 def uninstall() -> None:

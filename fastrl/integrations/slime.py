@@ -14,13 +14,13 @@ loss of the critic, which has no argument, to fastrl; with context or tensor par
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
 
 from fastrl.integrations import _patch
 from fastrl.presets import slime as preset
+from fastrl.presets._tokens import NotCovered
 from fastrl.presets.slime import (
     compute_advantages_and_returns,
     get_pg_loss_reducer,
@@ -65,14 +65,14 @@ def lead_to_fastrl(package: str, loss: Any, context_parallel_size: Callable[[], 
     """Replace what slime and miles share in their module of losses."""
     _patch.replace(package, loss, "vanilla_tis_function", vanilla_tis_function)
     _patch.replace(package, loss, "icepop_function", icepop_function)
-    theirs = loss.get_advantages_and_returns_batch
-    if hasattr(theirs, "fastrl"):
-        return
+    name = "get_advantages_and_returns_batch"
 
-    @functools.wraps(theirs)
-    def get_advantages_and_returns_batch(*args: Any, **kwargs: Any) -> Any:
-        whole = context_parallel_size() == 1
-        return (preset.get_advantages_and_returns_batch if whole else theirs)(*args, **kwargs)
+    def of_whole_responses(*args: Any, **kwargs: Any) -> Any:
+        size = context_parallel_size()
+        if size != 1:
+            raise NotCovered(
+                f"{package}.{name}: context_parallel_size must be 1, got {size}; use the trainer's"
+            )
+        return preset.get_advantages_and_returns_batch(*args, **kwargs)
 
-    get_advantages_and_returns_batch.fastrl = preset  # type: ignore[attr-defined]
-    _patch.replace(package, loss, "get_advantages_and_returns_batch", get_advantages_and_returns_batch)  # fmt: skip
+    _patch.replace(package, loss, name, _patch.or_theirs(of_whole_responses, getattr(loss, name)))

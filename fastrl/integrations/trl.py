@@ -96,9 +96,8 @@ def _fast_head() -> Iterator[None]:
     """TRL's lm_head through fastrl, and only at the positions that are scored."""
     original, use_triton = trl_utils._ChunkedLogProbFunction, trl_utils._use_triton
     trl_utils._ChunkedLogProbFunction = _ChunkedHead(original)
-    trl_utils._use_triton = lambda device: (
-        True
-    )  # here it decides nothing but the choice of positions
+    # Here it decides nothing but the choice of positions.
+    trl_utils._use_triton = lambda device: True
     try:
         yield
     finally:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from typing import Any
 
 import torch
@@ -43,15 +42,6 @@ _LOSSES = (
 # Imported by name where the losses are put together.
 _BY_NAME = ("agg_loss", "compute_value_loss", "kl_penalty")
 _OF_LOGITS = ("logprobs_from_logits", "entropy_from_logits", "entropy_from_logits_with_chunking")
-# Engines that import logprobs_from_logits by name; those imported later find it replaced.
-_ENGINES = (
-    *(
-        f"verl.workers.engine.{name}.transformer_impl"
-        for name in ("fsdp", "automodel", "torchtitan", "veomni")
-    ),
-    "verl.workers.rollout.naive.naive_rollout",
-    "verl.trainer.ppo.prefix_grouper_utils",
-)
 
 
 def install() -> None:
@@ -73,8 +63,7 @@ def install() -> None:
         preset.compute_policy_loss_reinforce,
     )
     for name in _BY_NAME:
-        _patch.replace(PACKAGE, core_algos, name, getattr(preset, name))
-        _patch.replace(PACKAGE, losses, name, getattr(preset, name))
+        _patch.replace_everywhere(PACKAGE, name, getattr(core_algos, name), getattr(preset, name))
     _patch.replace(PACKAGE, losses, "no_padding_2_padding", no_padding_2_padding)
     # verl's bypass_mode stays: it finds these, and the losses above, as attributes of their modules.
     helper: Any = importlib.import_module("verl.trainer.ppo.rollout_corr_helper")
@@ -82,10 +71,7 @@ def install() -> None:
         _patch.replace(PACKAGE, helper, name, getattr(preset, name))
     functional: Any = importlib.import_module("verl.utils.torch_functional")
     for name in _OF_LOGITS:
-        _patch.replace(PACKAGE, functional, name, getattr(preset, name))
-    for engine in (sys.modules.get(name) for name in _ENGINES):
-        if hasattr(engine, "logprobs_from_logits"):
-            _patch.replace(PACKAGE, engine, "logprobs_from_logits", preset.logprobs_from_logits)
+        _patch.replace_everywhere(PACKAGE, name, getattr(functional, name), getattr(preset, name))
 
 
 def uninstall() -> None:

@@ -1,4 +1,4 @@
-"""What presets share: rows in lists end to end, means over valid tokens, the clipped loss per token for what is logged."""
+"""What presets share: rows end to end, groups side by side, means over valid tokens, the clipped loss of each token."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl.errors import ArgumentError
+from fastrl.surrogates import kl_penalty
 
 # Where a trainer does not clamp the log-ratio: beyond it float32 overflows, and the gradient with it.
 OVERFLOW = 80.0
@@ -22,6 +23,30 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     """Mean over the valid elements, 0 without one."""
     valid = mask != 0
     return torch.where(valid, x, 0.0).sum() / valid.sum().clamp(min=1)
+
+
+def masked_row_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """``[B, 1]`` means over the valid tokens of each row ``[B, T]``, 0 without one."""
+    valid = mask != 0
+    total = torch.where(valid, x, 0.0).sum(-1, keepdim=True)
+    return total / valid.sum(-1, keepdim=True).clamp(min=1)
+
+
+def kl_by_name(logp: Tensor, ref_logp: Tensor, name: str, gradient: str = "pathwise") -> Tensor:
+    """KL per token, "kl", "abs", "mse" or "low_var_kl", or k1 to k3, which is clamped: its log-ratio at 20, itself at 10."""
+    estimator = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(name, name)
+    return kl_penalty(
+        *(logp, ref_logp),
+        estimator=estimator,
+        gradient=gradient,
+        input_clamp=20.0,
+        clamp_value=10.0 if estimator == "k3" else None,
+    )
+
+
+def neighbours(number: int, group_size: int, device: torch.device) -> Tensor:
+    """``[number]`` ids of groups whose members lie side by side."""
+    return torch.arange(number, device=device) // group_size
 
 
 def offsets_of(lengths: Sequence[int], device: torch.device) -> Tensor:

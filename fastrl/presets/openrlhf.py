@@ -14,6 +14,7 @@ from fastrl.ops.policy_loss import policy_loss
 from fastrl.ops.value_loss import value_loss
 from fastrl.ops.whiten import whiten
 from fastrl.presets._logits import entropy_from_logits, logprobs_from_logits
+from fastrl.presets._tokens import OVERFLOW, masked_mean, masked_row_mean
 from fastrl.surrogates import kl_penalty
 
 KL_WEIGHT_CLIP = 10.0
@@ -73,7 +74,7 @@ class PolicyLoss(nn.Module):
                 base = rollout_log_probs
             else:
                 weights, filtered = self._correction(old_log_probs, rollout_log_probs, action_mask)
-                vllm_kl = _mean(rollout_log_probs - old_log_probs, action_mask)
+                vllm_kl = masked_mean(rollout_log_probs - old_log_probs, action_mask)
         agg, denom = _aggregation(
             self.token_level_loss, dp_size, batch_num_tokens, global_batch_size
         )
@@ -89,7 +90,7 @@ class PolicyLoss(nn.Module):
             denom=denom,
         )
         named = out.named()
-        ppo_kl = _mean(old_log_probs - log_probs.detach(), action_mask)
+        ppo_kl = masked_mean(old_log_probs - log_probs.detach(), action_mask)
         return out.loss, named["clipped"] / named["tokens"].clamp(min=1), ppo_kl, vllm_kl, filtered
 
     @torch.no_grad()
@@ -100,20 +101,20 @@ class PolicyLoss(nn.Module):
         log_ratio = torch.where(valid, old - rollout, 0.0)
         by_row = self.is_correction_level == "seq"
         if self.is_correction_gating == "ratio":
-            statistic = (_row_mean(log_ratio, valid) if by_row else log_ratio).exp()
+            statistic = (masked_row_mean(log_ratio, valid) if by_row else log_ratio).exp()
         else:
             p = torch.where(valid, rollout, 0.0).exp().clamp(1e-6, 1 - 1e-6)
             q = torch.where(valid, old, 0.0).exp().clamp(1e-6, 1 - 1e-6)
             statistic = (p - q).abs()
             if self.is_correction_gating == "binary_kl":
                 statistic = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
-            statistic = _row_mean(statistic, valid) if by_row else statistic
+            statistic = masked_row_mean(statistic, valid) if by_row else statistic
         beyond = (statistic < low) | (statistic > high)
         if self.is_correction_mode == "clip":
             weights = statistic.clamp(low, high)
         else:
             weights = torch.where(beyond, 0.0, log_ratio.exp())
-        share = beyond.float().mean() if by_row else _mean(beyond.float(), mask)
+        share = beyond.float().mean() if by_row else masked_mean(beyond.float(), mask)
         return weights, share
 
 
@@ -160,7 +161,7 @@ def compute_approx_kl(
         estimator=kl_estimator,
         gradient="k2" if unbiased_gradient else "pathwise",
         weight=weight,
-        input_clamp=80.0,  # beyond it the value is clamped anyway, and exp would overflow
+        input_clamp=OVERFLOW,  # beyond it the value is clamped anyway, and exp would overflow
         clamp_value=10.0,
     )
 
@@ -216,18 +217,8 @@ def normalize_advantages(
     flat = torch.cat([x.flatten() for x in advantages]).float()
     mask = torch.cat([x.flatten() for x in masks])
     if no_std_norm:
-        flat = torch.where(mask != 0, flat - _mean(flat, mask), 0.0)
+        flat = torch.where(mask != 0, flat - masked_mean(flat, mask), 0.0)
     else:
         flat = whiten(flat, mask, ddof=0, eps=1e-8, eps_mode="rsqrt_max")
     parts = flat.split([x.numel() for x in advantages])
     return [part.view(x.shape) for part, x in zip(parts, advantages)]
-
-
-def _mean(x: Tensor, mask: Tensor) -> Tensor:
-    valid = mask != 0
-    return torch.where(valid, x, 0.0).sum() / valid.sum().clamp(min=1)
-
-
-def _row_mean(x: Tensor, valid: Tensor) -> Tensor:
-    total = torch.where(valid, x, 0.0).sum(-1, keepdim=True)
-    return total / valid.sum(-1, keepdim=True).clamp(min=1)

@@ -55,13 +55,14 @@ def _loss(inputs: Any, factor: Tensor, low: float, high: float, kl_tau: float) -
     with torch.no_grad():
         moved = torch.where(mask, logp.exp() - old.exp(), 0.0)
         too_high, too_low = moved > high, moved < -low
-        dropped = mask & torch.where(positive, too_high, too_low)
+        dropped = torch.where(positive, too_high, too_low)
+        kept = mask & ~dropped
         log_ratio = torch.where(mask, logp - old, 0.0).clamp(-20, 20)
         mismatch = torch.expm1(log_ratio) - log_ratio
     weights = None if inputs.loss_weights is None else inputs.loss_weights.unsqueeze(0)
     # Its own bounds are chosen by the sign of the factor, prime-rl's by that of the advantage: the mask says it here.
     surrogate = dppo_loss(
-        *(x.unsqueeze(0) for x in (logp, old, factor, mask & ~dropped)),
+        *(x.unsqueeze(0) for x in (logp, old, factor, kept)),
         low=2.0,
         high=2.0,
         through_ratio=True,
@@ -71,7 +72,6 @@ def _loss(inputs: Any, factor: Tensor, low: float, high: float, kl_tau: float) -
     distance = 2 * kl_penalty(logp, old, mask, estimator="k2")
     if inputs.loss_weights is not None:
         distance = distance * torch.where(mask, inputs.loss_weights, 0.0)
-    kept = mask & ~dropped
     metrics = {
         "masked_mismatch_kl": masked_mean(mismatch, dropped),
         "unmasked_mismatch_kl": masked_mean(mismatch, kept),

@@ -21,24 +21,22 @@ from fastrl.ops.group_advantages import group_advantages
 from fastrl.ops.policy_loss import policy_loss
 from fastrl.ops.value_loss import value_loss
 from fastrl.ops.whiten import whiten
-from fastrl.presets._tokens import OVERFLOW, NotCovered, clip_terms, masked_mean
-from fastrl.surrogates import kl_penalty as kl_per_token
+from fastrl.presets._tokens import (
+    OVERFLOW,
+    NotCovered,
+    clip_terms,
+    kl_by_name,
+    masked_mean,
+    neighbours,
+)
 
 Advantages = tuple[Tensor, Tensor | None]
 Loss = tuple[Tensor, dict[str, Tensor]]
 
 
-_ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
-
-
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """KL per token: "kl", "abs", "mse" or "low_var_kl", or k1 to k3."""
-    return kl_per_token(
-        *(logprob, ref_logprob),
-        estimator=_ESTIMATORS.get(kl_penalty, kl_penalty),
-        input_clamp=20.0,
-        clamp_value=10.0 if kl_penalty in ("low_var_kl", "k3") else None,
-    )
+    return kl_by_name(logprob, ref_logprob, kl_penalty)
 
 
 @torch.no_grad()
@@ -84,7 +82,7 @@ def compute_grpo_advantages(
 ) -> Advantages:
     """Groups of ``group_size`` neighbours; ``loss_mask`` ``[T, B]``. A group of one gives 0."""
     scores = rewards.reshape(-1)
-    groups = torch.arange(scores.numel(), device=scores.device) // group_size
+    groups = neighbours(scores.numel(), group_size, scores.device)
     return _to_tokens(group_advantages(scores, groups), loss_mask), None
 
 
@@ -108,7 +106,7 @@ def compute_grpo_dynamic_advantages(
     number = max(idx_to_traj, default=-1) + 1
     count = scores.new_zeros(number).index_add(0, trajectory, torch.ones_like(scores))
     mean = scores.new_zeros(number).index_add(0, trajectory, scores) / count.clamp(min=1)
-    groups = torch.arange(number, device=scores.device) // group_size
+    groups = neighbours(number, group_size, scores.device)
     return _to_tokens(group_advantages(mean, groups)[trajectory], loss_mask), None
 
 
@@ -132,7 +130,7 @@ def compute_reinpp_advantages(
     """The reward at the last valid token, less the KL of valid tokens, summed from behind and whitened."""
     scores = rewards.reshape(-1)
     if use_reinpp_baseline:
-        groups = torch.arange(scores.numel(), device=scores.device) // group_size
+        groups = neighbours(scores.numel(), group_size, scores.device)
         scores = group_advantages(scores, groups, scale="none")
     valid = loss_mask != 0
     position = torch.arange(len(valid), device=valid.device).unsqueeze(1)
@@ -320,13 +318,15 @@ def compute_decoupled_ppo_actor_loss(
         metrics = {
             "actor/policy_loss": loss.detach(),
             "actor/proximal_ratio": everything.mean(ratio),
-            "actor/clipped_proximal_ratio": everything.mean(ratio.clamp(1 - bounds[0], 1 + bounds[1])),
+            "actor/clipped_proximal_ratio": everything.mean(
+                ratio.clamp(1 - bounds[0], 1 + bounds[1])
+            ),
             "actor/clip_fraction": terms.is_clipped.sum() / count,
             "actor/dual_clip_fraction": terms.is_dual_clipped.sum() / count,
             "actor/behav_clip_fraction": 1.0 - tokens.count / count,
             "actor/proximal_approx_kl": -log_ratio.sum() / count,
             "actor/behav_approx_kl": -torch.where(kept, distance, 0.0).sum() / tokens.count,
-        }  # fmt: skip
+        }
         if (
             versions is not None
             and current_version is not None
@@ -386,7 +386,7 @@ def compute_ppo_critic_loss(
             "critic/value_loss": loss.detach(),
             "critic/value_clip_ratio": (moved.abs() > value_clip).float().mean(),
             "critic/explained_variance": torch.where(explained.isfinite(), explained, torch.nan),
-        }  # fmt: skip
+        }
     return loss, metrics
 
 

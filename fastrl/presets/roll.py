@@ -17,7 +17,7 @@ from fastrl.ops.discounted_returns import discounted_returns
 from fastrl.ops.gae import gae
 from fastrl.ops.group_advantages import group_advantages
 from fastrl.ops.whiten import whiten
-from fastrl.presets._tokens import OVERFLOW
+from fastrl.presets._tokens import OVERFLOW, neighbours
 from fastrl.surrogates import kl_penalty as kl_per_token
 
 _ESTIMATORS = {"kl": "k1", "mse": "k2"}
@@ -85,7 +85,7 @@ def reward_norm(
     everyone = torch.zeros(flat.numel(), dtype=torch.int64, device=flat.device)
     groups = {
         "batch": everyone,
-        "group": torch.arange(flat.numel(), device=flat.device) // max(n_sample, 1),
+        "group": neighbours(flat.numel(), max(n_sample, 1), flat.device),
     }
     if norm_mean_type == "group" and norm_std_type in ("group", "batch"):
         # The deviation of the batch is that of the rewards as they came.
@@ -98,7 +98,7 @@ def reward_norm(
     if norm_std_type == "running":
         flat = flat / (running.std + 1e-6)
     elif norm_std_type is not None:
-        flat = group_advantages(flat, groups[norm_std_type], baseline="none", singleton="raw")
+        flat = group_advantages(flat, groups[norm_std_type], baseline="none")
     return flat.view(rewards.shape)
 
 

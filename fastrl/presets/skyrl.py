@@ -19,6 +19,7 @@ from fastrl.ops.policy_loss import policy_loss
 from fastrl.ops.value_loss import value_loss
 from fastrl.ops.whiten import whiten
 from fastrl.presets._logits import logprobs_from_logits as logprobs_from_logits
+from fastrl.presets._tokens import OVERFLOW
 from fastrl.surrogates import clip_cov_loss, dppo_loss, kl_cov_loss, sapo_loss
 
 Advantages = tuple[Tensor, Tensor]
@@ -261,13 +262,13 @@ def importance_sampling_loss(
     """The unclipped ratio times the advantage."""
     out = policy_loss(
         *(log_probs, old_log_probs, advantages, loss_mask),
-        log_ratio_clamp=80.0,
+        log_ratio_clamp=OVERFLOW,
         clip_low=1.0,
         clip_high=1e38,
         is_weights=is_weights,
         agg="token_sum",
     )
-    ratio, valid = _ratio(log_probs, old_log_probs, loss_mask, clamp=80.0)
+    ratio, valid = _ratio(log_probs, old_log_probs, loss_mask, clamp=OVERFLOW)
     return out.loss, {"importance_ratio": ratio.sum() / valid.sum().clamp(min=1)}
 
 

@@ -162,55 +162,38 @@ def post_process_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float]
     return raw, group_advantages(rewards, groups, scale="std" if by_std else "none").tolist()
 
 
-def vanilla_tis_function(
-    args: Any,
-    *,
-    pg_loss: Tensor,
-    train_log_probs: Sequence[Tensor],
-    rollout_log_probs: Sequence[Tensor],
-    loss_masks: list[Tensor],
-    **kwargs: Any,
-) -> Corrected:
+def vanilla_tis_function(args: Any, **batch: Any) -> Corrected:
     """``--custom-tis-function-path``: the loss times the importance weight, clamped to ``tis_clip_low`` and ``tis_clip``."""
-    return _corrected(args, "clamp", pg_loss, train_log_probs, rollout_log_probs, loss_masks)
+    return _corrected(args, "clamp", **batch)
 
 
-def icepop_function(
-    args: Any,
-    *,
-    pg_loss: Tensor,
-    train_log_probs: Sequence[Tensor],
-    rollout_log_probs: Sequence[Tensor],
-    loss_masks: list[Tensor],
-    **kwargs: Any,
-) -> Corrected:
+def icepop_function(args: Any, **batch: Any) -> Corrected:
     """The same with weight 0 beyond the bounds."""
-    return _corrected(args, "zero", pg_loss, train_log_probs, rollout_log_probs, loss_masks)
+    return _corrected(args, "zero", **batch)
 
 
 def _corrected(
     args: Any,
     beyond: str,
+    *,
     pg_loss: Tensor,
     train_log_probs: Sequence[Tensor],
     rollout_log_probs: Sequence[Tensor],
     loss_masks: list[Tensor],
+    **kwargs: Any,
 ) -> Corrected:
     mask = end_to_end(loss_masks) != 0
     # With context parallelism the masks are those of whole responses, the rest is this rank's part.
     mask = mask if mask.shape == pg_loss.shape else torch.ones_like(pg_loss, dtype=torch.bool)
-    weights, raw = _importance(args, beyond, end_to_end(train_log_probs), end_to_end(rollout_log_probs), mask)  # fmt: skip
-    metrics = {
-        "tis": raw,
-        "tis_clipfrac": (weights != raw).float(),
-        "tis_abs": torch.where(mask, (raw - 1).abs(), 0.0),
-    }
+    train, rollout = end_to_end(train_log_probs), end_to_end(rollout_log_probs)
+    weights, metrics = _importance(args, beyond, train, rollout, mask)
     return torch.where(mask, pg_loss, 0.0) * weights, loss_masks, metrics
 
 
 def _importance(
     args: Any, beyond: str, train: Tensor, rollout: Tensor, mask: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weights per token, and what slime logs of them; both 0 where masked."""
     out = rollout_correction(
         *(x.unsqueeze(0) for x in (train, rollout, mask)),
         low=args.tis_clip_low,
@@ -218,7 +201,9 @@ def _importance(
         beyond=beyond,
         log_clamp=OVERFLOW,
     )
-    return out.weights[0], out.raw[0]
+    weights, raw = out.weights[0], out.raw[0]
+    metrics = {"tis": raw, "tis_clipfrac": (weights != raw).float(), "tis_abs": (raw - 1).abs()}
+    return weights, {name: torch.where(mask, x, 0.0) for name, x in metrics.items()}
 
 
 def dr_grpo_reducer(divisor: float) -> Callable[..., Reducer]:
@@ -285,7 +270,9 @@ def policy_loss_function(
         by_row = rows.sums(log_ratio) / rows.counts.clamp(min=1).float()
         if args.use_opsm:
             dropped = mask & (advantages < 0) & (rows.spread(-by_row) > args.opsm_delta)
-            metrics["opsm_clipfrac"] = (rows.sums(dropped.float()) / rows.counts.clamp(min=1).float()).sum()  # fmt: skip
+            metrics["opsm_clipfrac"] = (
+                rows.sums(dropped.float()) / rows.counts.clamp(min=1).float()
+            ).sum()
             weights = torch.where(dropped, 0.0, weights)
         if args.advantage_estimator == "gspo":
             log_ratio = torch.where(mask, rows.spread(by_row), 0.0)
@@ -295,10 +282,10 @@ def policy_loss_function(
                 raise ArgumentError(
                     f"fastrl.presets.slime.{name}: rollout_log_probs must be given for use_tis"
                 )
-            factor, raw = _importance(args, "clamp", train, rollout, mask)
+            factor, logged = _importance(args, "clamp", train, rollout, mask)
             weights = weights * factor
-            for key, value in (("ois", ratio), ("tis", raw), ("tis_clipfrac", (factor != raw).float()), ("tis_abs", (raw - 1).abs())):  # fmt: skip
-                metrics[key] = sum_of_sample_mean(torch.where(mask, value, 0.0))
+            logged["ois"] = torch.where(mask, ratio, 0.0)
+            metrics |= {name: sum_of_sample_mean(x) for name, x in logged.items()}
         bounds = (args.eps_clip, args.eps_clip_high, getattr(args, "eps_clip_c", None))
         is_clipped = clip_terms(ratio, advantages, mask, *bounds).is_clipped
         if args.advantage_estimator == "cispo":

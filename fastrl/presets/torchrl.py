@@ -1,8 +1,8 @@
 """torchrl 0.14.1: the value functionals of ``torchrl.objectives.value.functional`` by name and argument.
 
 Tensors are ``[*B, T, F]``, or have their time elsewhere with ``time_dim``; gamma and lambda are numbers or tensors that
-broadcast. ``terminated`` bootstraps nothing, ``done`` alone ends a trajectory and bootstraps ``next_state_value``. Each is
-one affine scan; the vectorised names are the same functions. ``rolling_gamma=False`` is not here.
+broadcast. ``terminated`` bootstraps nothing, ``done`` alone ends a trajectory and bootstraps ``next_state_value``. What
+runs along time is one affine scan; the vectorised names are the same functions. ``rolling_gamma=False`` is not here.
 """
 
 from __future__ import annotations
@@ -204,4 +204,9 @@ def _scan(a: Tensor, b: Tensor, after: Tensor | None, time_dim: int) -> Tensor:
     rows = moved.reshape(-1, moved.shape[-1])
     factors = a.expand(b.shape).movedim(time_dim, -1).reshape(rows.shape).to(rows.dtype)
     initial = None if after is None else after.reshape(-1)
-    return affine_scan(factors, rows, initial=initial).to(b.dtype).view(moved.shape).movedim(-1, time_dim)  # fmt: skip
+    return (
+        affine_scan(factors, rows, initial=initial)
+        .to(b.dtype)
+        .view(moved.shape)
+        .movedim(-1, time_dim)
+    )

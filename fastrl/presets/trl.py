@@ -11,6 +11,7 @@ from torch import Tensor
 from fastrl.ops.group_advantages import group_advantages
 from fastrl.ops.policy_loss import policy_loss
 from fastrl.ops.whiten import whiten
+from fastrl.presets._tokens import OVERFLOW, masked_row_mean, neighbours
 from fastrl.surrogates import sapo_loss, vespo_weights
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
@@ -26,7 +27,7 @@ def grpo_advantages(
 ) -> Tensor:
     """``[N]`` advantages of rewards ``[N, K]`` in groups of ``num_generations`` neighbours; NaN: not scored, 0 if no reward is."""
     rewards = rewards_per_func
-    groups = torch.arange(len(rewards), device=rewards.device) // num_generations
+    groups = neighbours(len(rewards), num_generations, rewards.device)
     if multi_objective_aggregation == "normalize_then_sum":
         summed = group_advantages(rewards, groups, weights=reward_weights, eps=1e-4)
         return whiten(summed, ~rewards.isnan().all(1), eps=1e-4, eps_mode="std_add")
@@ -40,7 +41,7 @@ def rloo_advantages(
     rewards: Tensor, num_generations: int, normalize_advantages: bool = False
 ) -> Tensor:
     """``[N]``: the reward less the mean of the others; over the batch normalised if asked."""
-    groups = torch.arange(len(rewards), device=rewards.device) // num_generations
+    groups = neighbours(len(rewards), num_generations, rewards.device)
     advantages = group_advantages(rewards, groups, baseline="leave_one_out", scale="none")
     if normalize_advantages:
         advantages = whiten(advantages, ~rewards.isnan(), eps=1e-4, eps_mode="std_add")
@@ -84,7 +85,7 @@ def rloo_loss(
     old = old_logps.unsqueeze(1)
     loss = policy_loss(
         *(logps, old, advantages),
-        log_ratio_clamp=80.0,
+        log_ratio_clamp=OVERFLOW,
         clip_low=epsilon_low,
         clip_high=epsilon_high,
         denom=len(mask),
@@ -132,20 +133,29 @@ def grpo_loss(
     kl: dict[str, Any] = {}
     if beta:
         kl = {
-            "ref_logp": ref_per_token_logps, "kl": "k3", "kl_coef": beta, "kl_input_clamp": 80.0, "kl_clamp": None,
+            "ref_logp": ref_per_token_logps,
+            "kl": "k3",
+            "kl_coef": beta,
+            "kl_input_clamp": OVERFLOW,
+            "kl_clamp": None,
             "kl_grad": "ratio" if use_bias_correction_kl else "pathwise",
-        }  # fmt: skip
+        }
     common: dict[str, Any] = {
         "ratio": importance_sampling_level,
-        "log_ratio_clamp": 80.0,
+        "log_ratio_clamp": OVERFLOW,
         "agg": _AGGREGATION.get(loss_type, "token_mean"),
         "denom": normalizer,
     }
     tokens = (per_token_logps, old_per_token_logps, advantages, mask)
     if loss_type in CLIPPED:
         return policy_loss(
-            *tokens, clip_low=epsilon_low, clip_high=epsilon_high, ratio_cap=delta, is_weights=weights, **(common | kl)
-        ).loss  # fmt: skip
+            *tokens,
+            clip_low=epsilon_low,
+            clip_high=epsilon_high,
+            ratio_cap=delta,
+            is_weights=weights,
+            **(common | kl),
+        ).loss
     if loss_type == "sapo":
         loss = sapo_loss(
             *tokens,
@@ -205,5 +215,5 @@ def importance_ratio(logp: Tensor, old_logp: Tensor, mask: Tensor, level: str) -
     valid = mask != 0
     log_ratio = torch.where(valid, logp - old_logp, 0.0)
     if level == "sequence":
-        log_ratio = log_ratio.sum(1, keepdim=True) / valid.sum(1, keepdim=True).clamp(min=1)
+        log_ratio = masked_row_mean(log_ratio, valid)
     return log_ratio.exp()

@@ -176,9 +176,16 @@ def dro_loss(
     if is_weights is None:
         # The clamp only shapes a metric here.
         out = policy_loss(
-            *(logp, old_logp, advantages, mask), surrogate="reinforce", log_ratio_clamp=None, ref_logp=old_logp,
-            kl="k2", kl_coef=beta, agg=agg, denom=denom, cu_seqlens=cu_seqlens,
-        )  # fmt: skip
+            *(logp, old_logp, advantages, mask),
+            surrogate="reinforce",
+            log_ratio_clamp=None,
+            ref_logp=old_logp,
+            kl="k2",
+            kl_coef=beta,
+            agg=agg,
+            denom=denom,
+            cu_seqlens=cu_seqlens,
+        )
         named = out.named()
         return SurrogateLoss(out.loss, {key: named[key] for key in ("tokens", "approx_kl")})
     tokens = Tokens(name, logp, old_logp, advantages, mask, is_weights, cu_seqlens)

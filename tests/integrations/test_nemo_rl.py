@@ -151,6 +151,11 @@ def test_nemo_rl_gae_by_hand() -> None:
     }
     penalised = estimator("GeneralizedAdvantageEstimator", use_kl_in_reward=True)
     close(penalised.compute_advantage(*arguments, **logps)[0][0], [0.125 - 0.5, 0, 0.75, 0])
+    # k3 of a log-ratio of -5 is exp(5) - 6, clamped at 10.
+    k3 = {"use_kl_in_reward": True, "reference_policy_kl_type": "k3"}
+    logps["logprobs_policy"] = logps["logprobs_policy"] * -5
+    got, _ = estimator("GeneralizedAdvantageEstimator", **k3).compute_advantage(*arguments, **logps)
+    close(got[0], [0.125 - 5, 0, 0.75, 0])
 
 
 def config(**options: Any) -> SimpleNamespace:
@@ -268,6 +273,26 @@ def test_kl_by_hand() -> None:
     assert loss == pytest.approx(0.7 / 3 + 0.1 * (4 * TWO + 3 * math.log(3)), abs=1e-5)
     loss, _, _ = run(config(reference_policy_kl_penalty=0.3, use_kl_in_reward=True))
     assert loss == pytest.approx(0.7 / 3, abs=1e-6)
+
+
+def test_ratios_of_sequences_by_hand() -> None:
+    """Geometric means over the valid tokens: the root of 2 at two tokens, 3 at the one of the second sequence."""
+    _, metrics, _ = run(config(token_level_loss=False, sequence_level_importance_ratios=True))
+    assert metrics["probs_ratio"] == pytest.approx((2 * math.sqrt(2) + 3) / 3, abs=1e-6)
+    assert metrics["probs_ratio_max"] == pytest.approx(3, abs=1e-6)
+
+
+@pytest.mark.parametrize("by_token", [True, False])
+def test_counts_of_the_whole_batch(by_token: bool) -> None:
+    """A micro-batch of half the batch: the loss, and what is averaged over tokens, weigh half."""
+    curr, data = batch()
+    options = config(token_level_loss=by_token, reference_policy_kl_penalty=0.3)
+    loss_fn = preset.ClippedPGLossFn(options)
+    whole, of_whole = loss_fn(curr, data, torch.tensor(2.0), torch.tensor(3.0))
+    half, of_half = loss_fn(curr, data, torch.tensor(4.0), torch.tensor(6.0))
+    assert whole.item() != 0 and half.item() == pytest.approx(whole.item() / 2)
+    for name in ("kl_penalty", "probs_ratio", "gen_kl_error", "sampling_importance_ratio"):
+        assert of_whole[name] != 0 and of_half[name] == pytest.approx(of_whole[name] / 2), name
 
 
 def test_tokens_that_the_sampler_had_filtered() -> None:

@@ -68,6 +68,17 @@ def test_roll_rewards_by_hand(mean: str | None, std: str | None, expected: list[
     assert len(seen) == (mean == "running")
 
 
+def test_rewards_without_a_deviation() -> None:
+    """A group of one, where ROLL's deviation is NaN, gives 0; a running deviation of 0 divides by 1e-6."""
+    rewards = torch.tensor([1.5, 0.5])
+    for mean in (None, "batch", "group"):
+        got = preset.reward_norm(rewards, 1, norm_mean_type=mean, norm_std_type="group")
+        assert got.tolist() == [0, 0]
+    still = SimpleNamespace(mean=1.0, std=0.0, update=lambda rewards: None)
+    got = preset.reward_norm(rewards, 1, {"domain": still}, "running", "running")
+    torch.testing.assert_close(got, torch.tensor([5e5, -5e5]))
+
+
 def test_whitening_by_hand() -> None:
     """ROLL #475, #476: one valid token raised, or gave NaN."""
     x = torch.tensor([[1.0, 3.0, NAN]])
@@ -108,6 +119,8 @@ def test_aggregation_by_hand() -> None:
         close(preset.agg_loss(x, mask, mode, weights=torch.tensor([1.0, 0.0, 5.0])).detach(), expected * {
             "seq-mean-token-mean": 1.5 / 5.5}.get(mode, 3 / 7))  # fmt: skip
         assert preset.agg_loss(x, torch.zeros_like(mask), mode).item() == 0
+    close(preset.agg_loss(x[:2], mask[:2], "seq-mean-token-sum").detach(), 3.5)
+    close(preset.agg_loss(x[:2], mask[:2], "seq-mean-token-sum-norm").detach(), 7 / 3)
     close(preset.agg_loss(x, mask, "token-mean", batch_num_tokens=14).detach(), 0.5)
     close(preset.agg_loss(x, mask, "seq-mean-token-mean", global_valid_samples=2).detach(), 2.75)
     with pytest.raises(ArgumentError, match="loss_agg_mode"):

@@ -262,12 +262,36 @@ def test_policy_loss_options_by_hand() -> None:
     loss, metrics = run_loss(loss_arguments(use_opsm=True, opsm_delta=-2.0), batch, logits)
     assert loss == pytest.approx(-1)
     assert metrics["opsm_clipfrac"] == pytest.approx(1)
+    loss, metrics = run_loss(loss_arguments(use_opsm=True), batch, logits)
+    assert loss == pytest.approx(-1 + 3) and metrics["opsm_clipfrac"] == 0
     loss, metrics = run_loss(loss_arguments(use_kl_loss=True, entropy_coef=0.5), batch, logits)
     assert metrics["kl_loss"] == pytest.approx(-0.5)
     assert loss == pytest.approx(-1 + 3 - 0.05 - 0.5 * 2 * math.log(2))
     path = "fastrl.integrations.slime.get_pg_loss_reducer"
     loss, _ = run_loss(loss_arguments(custom_pg_loss_reducer_function_path=path), batch, logits)
     assert loss == pytest.approx((-2 + 3) / 1000)
+
+
+def test_slime_unbiased_kl_by_hand() -> None:
+    """The log-ratio -1 to the reference times the ratio 2 to the old policy, averaged over two tokens."""
+    ref = [torch.tensor([1.0, 0.0]) - math.log(2), torch.tensor([0.0, NAN]) - math.log(2)]
+    batch, logits = packed([[-math.log(2), 0.0], [0.0, NAN]], ref_log_probs=ref)
+    _, metrics = run_loss(loss_arguments(use_kl_loss=True, use_unbiased_kl=True), batch, logits)
+    assert metrics["kl_loss"] == pytest.approx(-1)
+
+
+def test_slime_loss_at_a_temperature() -> None:
+    """Logits log 4 and 0 at temperature 2: probabilities 2/3 and 1/3. The logits of a masked token may be anything."""
+    batch, _ = packed([[0.0, 0.0], [0.0, NAN]])
+    logits = torch.tensor([math.log(4), 0.0]).expand(1, 7, 2).clone()
+    logits[0, 5] = NAN
+    reducer = sum_of_sample_mean(batch["response_lengths"], batch["loss_masks"])
+    arguments = loss_arguments(rollout_temperature=2.0)
+    _, metrics = preset.policy_loss_function(arguments, batch, logits, reducer)
+    entropy = math.log(3) - 2 / 3 * math.log(2)
+    assert float(metrics["entropy_loss"]) == pytest.approx(2 * entropy)
+    ratios = [math.log(2 * p) for p in (2 / 3, 1 / 3, 1 / 3)]
+    assert float(metrics["ppo_kl"]) == pytest.approx(-(ratios[0] + ratios[1]) / 2 - ratios[2])
 
 
 def test_slime_value_loss_by_hand() -> None:

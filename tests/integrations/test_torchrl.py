@@ -83,6 +83,15 @@ def test_torchrl_returns(shape: tuple[int, ...], time_dim: int, vectorised: bool
     )
 
 
+def test_torchrl_returns_of_steps_that_are_terminal_alone() -> None:
+    """``terminated`` without ``done``: TD(1) ends there, TD(lambda) goes on."""
+    _, following, rewards, done, _ = trajectory((3, 9, 1))
+    rest = (following, rewards, done, torch.rand(3, 9, 1) < 0.5)
+    close(preset.td1_return_estimate(0.97, *rest), functional.td1_return_estimate(0.97, *rest))
+    expected = functional.td_lambda_return_estimate(0.97, 0.8, *rest)
+    close(preset.td_lambda_return_estimate(0.97, 0.8, *rest), expected)
+
+
 @pytest.mark.parametrize(("shape", "time_dim"), SHAPES)
 def test_torchrl_vtrace_and_reward_to_go(shape: tuple[int, ...], time_dim: int) -> None:
     values, following, rewards, done, terminated = trajectory(shape)

@@ -14,7 +14,7 @@ from fastrl.errors import ArgumentError
 from fastrl.ops.gae import gae
 from fastrl.ops.group_advantages import group_advantages
 from fastrl.ops.whiten import whiten
-from fastrl.presets._tokens import OVERFLOW
+from fastrl.presets._tokens import OVERFLOW, neighbours
 from fastrl.surrogates import kl_penalty
 
 
@@ -86,7 +86,7 @@ class Normalization:
         if not self.mean_leave1out and levels == ("batch", "batch"):
             out = whiten(x, valid, ddof=ddof, eps=self.eps, eps_mode="std_add", process_group=ranks)
             return out.float()
-        ids = torch.arange(x.shape[0], device=x.device) // self.group_size
+        ids = neighbours(x.shape[0], self.group_size, x.device)
         ids = ids.view(-1, *[1] * (x.dim() - 1)).expand(x.shape).reshape(-1)
         flat, of_flat = x.reshape(-1), valid.reshape(-1)
         no_deviation = self.std_level == "group" and self.std_unbiased and self.group_size == 1

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from fastrl._losses import TokenRows
-from fastrl.errors import ArgumentError
 from fastrl.ops.policy_loss import policy_loss
 from fastrl.ops.value_loss import value_loss
-from fastrl.presets._tokens import OVERFLOW, clip_terms, offsets_of
-from fastrl.presets.areal.rejection import apply_rejection_sampling
+from fastrl.presets._tokens import OVERFLOW, clip_terms
+from fastrl.presets.areal.rejection import apply_rejection_sampling, packed_offsets
 from fastrl.surrogates import sapo_loss
 
 Loss = tuple[Tensor, dict[str, Any]]
@@ -131,7 +130,7 @@ def ppo_critic_loss_fn(
     loss_fn_type: str = "mse",
 ) -> Loss:
     """The clipped value loss, "mse" or "huber" with delta 10; no valid token gives 0."""
-    cu_seqlens = _offsets(value, "token", None)
+    cu_seqlens = packed_offsets(value, "token", None)
     loss = value_loss(
         *(value, old_value, target_value, loss_mask),
         clip=value_eps_clip,
@@ -169,7 +168,7 @@ class _Tokens:
         level: str,
         cu_seqlens: Tensor | None,
     ) -> None:
-        self.cu_seqlens = _offsets(logprobs, level, cu_seqlens)
+        self.cu_seqlens = packed_offsets(logprobs, level, cu_seqlens)
         self.valid = loss_mask != 0
         self.log_ratio = self.blank((logprobs - old).float())
         self.advantages = self.per_token = self.blank(advantages.detach().float())
@@ -185,14 +184,3 @@ class _Tokens:
     def blank(self, x: Tensor) -> Tensor:
         """``x`` at valid tokens, 0 elsewhere."""
         return torch.where(self.valid, x, 0.0)
-
-
-def _offsets(logprobs: Tensor, level: str, cu_seqlens: Tensor | None) -> Tensor | None:
-    if logprobs.dim() != 1:
-        return None
-    if cu_seqlens is None and level == "sequence":
-        raise ArgumentError(
-            "fastrl.presets.areal: cu_seqlens must be given for packed tensors at "
-            "importance_sampling_level='sequence', got None; pass where each sequence starts, and the end"
-        )
-    return offsets_of([logprobs.shape[0]], logprobs.device) if cu_seqlens is None else cu_seqlens

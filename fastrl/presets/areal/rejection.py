@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastrl._losses import TokenRows
 from fastrl.errors import ArgumentError
-from fastrl.presets._tokens import masked_mean
+from fastrl.presets._tokens import masked_mean, offsets_of
 from fastrl.surrogates import kl_penalty
 
 
@@ -34,14 +34,8 @@ def apply_rejection_sampling(
 
     A log-ratio that is not finite counts as 0 in the weights. Ratios of a sequence are geometric, KL estimates arithmetic.
     """
-    if proximal_logprobs.dim() == 1 and cu_seqlens is None and config.level == "sequence":
-        raise ArgumentError(
-            "fastrl.presets.areal.apply_rejection_sampling: cu_seqlens must be given for packed tensors at "
-            "level='sequence', got None; pass where each sequence starts, and the end"
-        )
-    rows = TokenRows(
-        proximal_logprobs, loss_mask, cu_seqlens if proximal_logprobs.dim() == 1 else None
-    )
+    offsets = packed_offsets(proximal_logprobs, config.level, cu_seqlens)
+    rows = TokenRows(proximal_logprobs, loss_mask, offsets)
     proximal, old = (rows.select(x, torch.float32) for x in (proximal_logprobs, old_logprobs))
     log_ratio = (proximal - old).nan_to_num(0.0, 0.0, 0.0)
     is_ratio = config.metric == "ratio"
@@ -87,3 +81,15 @@ def _aggregate(x: Tensor, rows: TokenRows, how: str, count: Tensor) -> Tensor:
         return torch.where(rows.counts > 0, largest, 0.0)
     total = rows.sums(x)
     return total / count if how == "mean" else total
+
+
+def packed_offsets(logprobs: Tensor, level: str, cu_seqlens: Tensor | None) -> Tensor | None:
+    """Where packed sequences ``[N]`` start, None for ``[B, S]``; to the token level all may be one sequence."""
+    if logprobs.dim() != 1:
+        return None
+    if cu_seqlens is None and level == "sequence":
+        raise ArgumentError(
+            "fastrl.presets.areal: cu_seqlens must be given for packed tensors at level 'sequence', got None; "
+            "pass where each sequence starts, and the end"
+        )
+    return offsets_of([logprobs.shape[0]], logprobs.device) if cu_seqlens is None else cu_seqlens

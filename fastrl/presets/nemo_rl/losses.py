@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from fastrl._losses import TokenRows, aggregate
 from fastrl.ops.policy_loss import policy_loss
 from fastrl.ops.value_loss import value_loss
-from fastrl.presets._tokens import OVERFLOW, NotCovered, masked_mean
+from fastrl.presets._tokens import OVERFLOW, NotCovered, masked_mean, masked_row_mean
 from fastrl.surrogates import kl_penalty
 
 Loss = tuple[Tensor, dict[str, Any]]
@@ -84,7 +85,10 @@ class _Batch:
 def clipped_pg_loss(options: Any, curr: Tensor, data: Any, seqs: Tensor, toks: Tensor) -> Loss:
     """``ClippedPGLossFn.__call__`` for anything that has its attributes."""
     if options.disable_ppo_ratio and options.ratio_clip_c is not None:
-        raise NotCovered("fastrl.presets.nemo_rl: ratio_clip_c must be None with disable_ppo_ratio")
+        raise NotCovered(
+            "fastrl.presets.nemo_rl: ratio_clip_c must be None with disable_ppo_ratio, got "
+            f"{options.ratio_clip_c!r}; use NeMo-RL's loss"
+        )
     batch = _Batch(options, curr, data, seqs, toks)
     weights, metrics = _importance(options, batch)
     sequence = options.sequence_level_importance_ratios and not options.force_on_policy_ratio
@@ -126,7 +130,8 @@ def _kl(options: Any, batch: _Batch, data: Any) -> Tensor:
     clamped = options.kl_output_clamp_value is not None or options.kl_input_clamp_value is None
     if options.reference_policy_kl_type != "k3" and not clamped:
         raise NotCovered(
-            "fastrl.presets.nemo_rl: kl_output_clamp_value must be given for k1 and k2 with kl_input_clamp_value"
+            "fastrl.presets.nemo_rl: kl_output_clamp_value must be given for k1 and k2 with kl_input_clamp_value, "
+            "got None; use NeMo-RL's loss"
         )
     curr = data.get("curr_logprobs_unfiltered", batch.curr)
     curr = torch.where(batch.valid, curr, 0.0)
@@ -157,8 +162,8 @@ def _importance(options: Any, batch: _Batch) -> tuple[Tensor, dict[str, Any]]:
         low = options.truncated_importance_sampling_ratio_min or 0.0
         high = options.truncated_importance_sampling_ratio
         if kind == "seq-mask-tis":
-            count = batch.prev_valid.sum(-1, keepdim=True).clamp(min=1)
-            mean = (log_ratio.nan_to_num(0.0, 0.0, 0.0).sum(-1, keepdim=True) / count).exp()
+            finite = log_ratio.nan_to_num(0.0, 0.0, 0.0)
+            mean = masked_row_mean(finite, batch.prev_valid).exp()
             outside = (mean < low) | (mean > high)
             dropped = outside.squeeze(-1) & (batch.sample_mask != 0)
             metrics["is_oob_ratio"] = dropped.sum() / batch.seqs
@@ -179,7 +184,7 @@ def _mismatch(options: Any, batch: _Batch) -> dict[str, Tensor]:
     """How far trainer and generation disagree, and the entropy that they estimate."""
     prev, generation, valid = batch.prev, batch.generation, batch.prev_valid
     kind = options.reference_policy_kl_type
-    mixture = torch.logaddexp(prev, generation) - torch.log(torch.tensor(2.0))
+    mixture = torch.logaddexp(prev, generation) - math.log(2.0)
     to_mixture = [kl_penalty(mixture, x, estimator="k3") for x in (prev, generation)]
     curr = torch.where(batch.actor, batch.curr, 0.0)
     return {
@@ -196,7 +201,7 @@ def _ratios(options: Any, batch: _Batch, sequence: bool) -> dict[str, Tensor]:
     curr = torch.where(batch.actor, batch.curr, 0.0)
     log_ratio = torch.where(batch.actor, curr - batch.prev, 0.0)
     if sequence:
-        log_ratio = log_ratio.sum(-1, keepdim=True) / batch.actor.sum(-1, keepdim=True).clamp(min=1)
+        log_ratio = masked_row_mean(log_ratio, batch.actor)
     ratio = log_ratio.clamp(-OVERFLOW, OVERFLOW).exp().expand_as(curr)
     clipped = ratio.clamp(1 - options.ratio_clip_min, 1 + options.ratio_clip_max)
     if options.disable_ppo_ratio:

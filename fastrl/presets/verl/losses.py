@@ -9,6 +9,7 @@ from torch import Tensor
 from fastrl.errors import ArgumentError
 from fastrl.ops.policy_loss import policy_loss
 from fastrl.ops.value_loss import value_loss
+from fastrl.presets._tokens import kl_by_name
 from fastrl.presets.verl.common import Loss, LossCall, aggregation, factor, option
 from fastrl.presets.verl.rollout import (
     compute_offpolicy_metrics,
@@ -23,9 +24,6 @@ from fastrl.surrogates import (
     kl_cov_loss,
     sapo_loss,
 )
-from fastrl.surrogates import kl_penalty as _kl_penalty
-
-_KL_ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
 
 def compute_policy_loss_vanilla(
@@ -358,12 +356,5 @@ def compute_value_loss(
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """Per-token KL; a suffix ``+`` gives the gradient of k2."""
-    base = kl_penalty.removesuffix("+")
-    estimator = _KL_ESTIMATORS.get(base, base)
-    return _kl_penalty(
-        *(logprob, ref_logprob),
-        estimator=estimator,
-        gradient="k2" if kl_penalty.endswith("+") else "pathwise",
-        input_clamp=20.0,
-        clamp_value=10.0 if estimator == "k3" else None,
-    )
+    gradient = "k2" if kl_penalty.endswith("+") else "pathwise"
+    return kl_by_name(logprob, ref_logprob, kl_penalty.removesuffix("+"), gradient)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastrl.errors import ArgumentError
+from fastrl.presets._tokens import masked_mean, masked_row_mean
 from fastrl.surrogates import RolloutCorrection, rejection_mask, rollout_correction
 
 
@@ -30,16 +31,17 @@ def compute_rollout_correction_weights(
         beyond="zero" if lowest else "clamp",
     )
     weights, valid = out.weights, response_mask != 0
-    metrics = _weight_metrics(out, valid, 1 / high if low is None else low, high)
+    bounds = (1 / high if low is None else low, high)
+    metrics = _weight_metrics(out, valid, *bounds)
     if rollout_is == "sequence":
-        metrics |= _sequence_weight_metrics(
-            log_ratio, valid, 1 / high if low is None else low, high
-        )
+        metrics |= _sequence_weight_metrics(log_ratio, valid, *bounds)
     if low is not None:
-        metrics["rollout_is_oob_ratio"] = _mean(((out.raw < low) | (out.raw > high)).float(), valid)
+        metrics["rollout_is_oob_ratio"] = masked_mean(
+            ((out.raw < low) | (out.raw > high)).float(), valid
+        )
     if rollout_is_batch_normalize:
         if rollout_is == "sequence":
-            mean = _mean_of_all(_row_mean(weights, valid), valid.any(-1))
+            mean = _mean_of_all(masked_row_mean(weights, valid).squeeze(-1), valid.any(-1))
         else:
             mean = _mean_of_all(weights, valid)
         mean = torch.where(mean > 1e-8, mean, 1.0)
@@ -52,15 +54,18 @@ def _weight_metrics(
 ) -> dict[str, Tensor]:
     weights, raw = out.weights, out.raw
     bounded = weights.clamp(0.0, high)
-    mean, square = _mean(bounded, valid), _mean(bounded.square(), valid)
-    rows, raw_rows = _row_mean(weights, valid), _row_mean(raw, valid)
+    mean, square = masked_mean(bounded, valid), masked_mean(bounded.square(), valid)
+    rows, raw_rows = (
+        masked_row_mean(weights, valid).squeeze(-1),
+        masked_row_mean(raw, valid).squeeze(-1),
+    )
     several = len(rows) > 1
     return {
         "rollout_is_mean": out.metrics["mean"],
         "rollout_is_max": out.metrics["max"],
         "rollout_is_min": out.metrics["min"],
-        "rollout_is_ratio_fraction_high": _mean((raw > high).float(), valid),
-        "rollout_is_ratio_fraction_low": _mean((raw < low).float(), valid),
+        "rollout_is_ratio_fraction_high": masked_mean((raw > high).float(), valid),
+        "rollout_is_ratio_fraction_low": masked_mean((raw < low).float(), valid),
         "rollout_is_std": (square - mean.square()).clamp(min=0.0).sqrt(),
         "rollout_is_eff_sample_size": (mean + 1e-8).square() / square,
         "rollout_is_seq_mean": rows.mean(),
@@ -92,19 +97,19 @@ def compute_offpolicy_metrics(
 ) -> dict[str, Tensor]:
     """Perplexities of trainer and engine, KL and chi-square between them."""
     valid = response_mask != 0
-    training = _row_mean(old_log_prob, valid)
+    training = masked_row_mean(old_log_prob, valid).squeeze(-1)
     metrics = {
         "training_ppl": (-training).exp().mean(),
         "training_log_ppl": (-training).mean(),
     }
     if rollout_log_prob is None:
         return metrics
-    rollout = _row_mean(rollout_log_prob, valid)
+    rollout = masked_row_mean(rollout_log_prob, valid).squeeze(-1)
     log_ratio = torch.where(valid, old_log_prob - rollout_log_prob, 0.0)
     difference = rollout - training
     return metrics | {
-        "kl": _mean(-log_ratio, valid),
-        "k3_kl": _mean(torch.expm1(log_ratio) - log_ratio, valid),
+        "kl": masked_mean(-log_ratio, valid),
+        "k3_kl": masked_mean(torch.expm1(log_ratio) - log_ratio, valid),
         "rollout_ppl": (-rollout).exp().mean(),
         "rollout_log_ppl": (-rollout).mean(),
         "log_ppl_diff": difference.mean(),
@@ -112,13 +117,9 @@ def compute_offpolicy_metrics(
         "log_ppl_diff_max": difference.max(),
         "log_ppl_diff_min": difference.min(),
         "ppl_ratio": difference.exp().mean(),
-        "chi2_token": _mean((2 * log_ratio.clamp(-20.0, 20.0)).exp(), valid) - 1.0,
+        "chi2_token": masked_mean((2 * log_ratio.clamp(-20.0, 20.0)).exp(), valid) - 1.0,
         "chi2_seq": (2 * log_ratio.sum(-1).clamp(-20.0, 20.0)).exp().mean() - 1.0,
     }
-
-
-def _mean(x: Tensor, valid: Tensor) -> Tensor:
-    return torch.where(valid, x, 0.0).sum() / valid.sum().clamp(min=1)
 
 
 def _mean_of_all(x: Tensor, valid: Tensor) -> Tensor:
@@ -127,10 +128,6 @@ def _mean_of_all(x: Tensor, valid: Tensor) -> Tensor:
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(total)
     return total[0] / total[1].clamp(min=1)
-
-
-def _row_mean(x: Tensor, valid: Tensor) -> Tensor:
-    return torch.where(valid, x, 0.0).sum(-1) / valid.sum(-1).clamp(min=1)
 
 
 def compute_rollout_rejection_mask(
