@@ -2,7 +2,8 @@
 
 Trains with `configs/grpo_smollm2.toml`, then shows what came of it: accuracy on held-out questions
 before and after, the reward curve, answers to the same questions, where the time went, an update with
-and without all logits in time and memory, and each fastrl op beside plain PyTorch. Ends with code 0 only if accuracy or reward rose by a stated margin.
+and without all logits in time and memory, and each fastrl op beside plain PyTorch. Ends with code 0
+only if accuracy or reward rose by a stated margin.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Sections of the configuration: environments, warm start, filtering groups, LoRA, engines and the correction of what
-they sample, several processes, checkpoints, logs.
+"""Sections of the configuration that are read by few: from environments to checkpoints and logs.
 
 A sentence under each field, as in config.py.
 """

@@ -17,14 +17,16 @@ from typing import Any
 import pytest
 import torch
 
-from fastrl.envs import EnvTask
+from fastrl.envs import EnvTask, Message, StepResult
 from fastrl.envs.calculator import Calculator
 from fastrl.train import config as configs
 from fastrl.train.collect import make_task
 from fastrl.train.config import Config
+from fastrl.train.journal import Silent
 from fastrl.train.loop import train
 from fastrl.train.models import load_policy
-from fastrl.train.warm_start import demonstrations
+from fastrl.train.seeding import set_up
+from fastrl.train.warm_start import demonstrations, warm_start
 
 CALCULATOR = Path(__file__).parents[2] / "configs/calculator.toml"
 QUIET = ("log.samples_every=0", "log.tensorboard=false", "log.progress=false")
@@ -111,6 +113,27 @@ def test_resume_keeps_the_warm_start_and_its_reference(tmp_path: Path) -> None:
     # Imitation lowers the loss from ln 17, that of 17 tokens at random.
     losses = [r["loss"] for r in lines(tmp_path / "whole/warm_start.jsonl")]
     assert losses[-1] < losses[0] - 0.1
+
+
+class Drawing(Calculator):
+    """Draws from the generator that rewards and environments share."""
+
+    def step(self, message: Message) -> StepResult:
+        random.random()
+        return super().step(message)
+
+
+def test_the_generators_are_as_if_it_had_not_been(tmp_path: Path) -> None:
+    """So a run that is resumed before its first checkpoint has on every rank those of one that was not."""
+    config = small("env.source=tests.train.test_warm_start:Drawing")
+    for resume in (False, True):
+        policy = load_policy(config.model, seed=0, device=set_up(config))
+        before = random.getstate()
+        demonstrations(config, task := make_task(config), policy, step=0)  # type: ignore[arg-type]
+        assert random.getstate() != before
+        random.setstate(before)
+        warm_start(config, task, policy, tmp_path, Silent(tmp_path, config), resume=resume)
+        assert random.getstate() == before
 
 
 class Short(Calculator):
