@@ -1,4 +1,4 @@
-"""Sections of the configuration that are read by few: from environments to checkpoints and logs.
+"""More sections of the configuration; those of model, task, optimiser and losses are in config.py.
 
 A sentence under each field, as in config.py.
 """

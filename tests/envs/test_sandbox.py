@@ -148,7 +148,7 @@ ESCAPES: dict[str, tuple[str, str]] = {
         "end\n",
     ),
     "the root and devices in memory": (
-        "import os\nfor place in ('/', '/dev', '/dev/shm', '/etc', '/root', '/home', '/work', '/old', '/sys', '/run'):\n"
+        "import os\nfor place in ('/', '/dev', '/dev/shm', '/etc', '/root', '/home', '/srv', '/old', '/sys', '/run'):\n"
         "    try:\n        open(place + '/planted', 'w').write('x')\n        print('wrote', place)\n    except OSError:\n"
         "        pass\nprint('end')",
         "end\n",
