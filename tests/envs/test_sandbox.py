@@ -216,6 +216,7 @@ ENTRIES = {
     "empty files": ("i = 0\nwhile True:\n    open(f'f{i}', 'w').close()\n    i += 1", {"disk"}),
     # Deeper than Python can recurse, by the time that it is seen.
     "nested folders": ("import os\nfor _ in range(1010):\n    os.mkdir('d')\n    os.chdir('d')", {"disk", ""}),
+    "locked folders": ("import os\nos.mkdir('d')\nopen('d/f', 'w').close()\nos.chmod('d', 0)", {""}),
 }  # fmt: skip
 
 

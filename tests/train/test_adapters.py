@@ -53,6 +53,9 @@ def test_the_trained_weights_are_those_of_the_adapters(small: Callable[..., Conf
     plain = load_policy(small("grpo").model, seed=0, device=CPU)
     micro = _micro(config := small("grpo", "optim.mini_batches=1"))
     with torch.no_grad():
+        torch.rand(1)  # the adapters are drawn from the seed, whatever was drawn before
+        again = load_policy(small("grpo", "model.lora.rank=4").model, seed=0, device=CPU)
+        assert all(map(torch.equal, policy.trained(), again.trained()))
         same = [policy_outputs(p, micro, config, Timer()).logp for p in (policy, plain)]
     assert torch.equal(*same)
 

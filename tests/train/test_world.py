@@ -155,6 +155,19 @@ def test_errors_name_the_remedy(
         pass
 
 
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [("[gloo/transport/tcp] Connection closed by peer", ConnectionError), ("shapes", RuntimeError)],
+)
+def test_only_errors_of_the_connection_are_called_so(
+    small: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, message: str, kind: type
+) -> None:
+    for name, value in {"is_initialized": True, "get_rank": 0, "get_world_size": 2}.items():
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    with pytest.raises(kind), connect(small("grpo", "device=cpu")):
+        raise RuntimeError(message)
+
+
 # --- runs --------------------------------------------------------------------------------------
 
 
