@@ -155,7 +155,7 @@ def test_the_generators_are_as_if_it_had_not_been(tmp_path: Path) -> None:
     for resume in (False, True):
         policy = load_policy(config.model, seed=0, device=set_up(config))
         before = random.getstate()
-        demonstrations(config, task := make_task(config), policy, step=0)  # type: ignore[arg-type]
+        demonstrations(config, task := make_task(config), policy, step=0)
         assert random.getstate() != before
         random.setstate(before)
         warm_start(config, task, policy, tmp_path, Silent(tmp_path, config), resume=resume)
