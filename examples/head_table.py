@@ -1,4 +1,4 @@
-"""An update of the demo's sizes with all logits of a micro-batch and without them: seconds of its parts and peak bytes.
+"""Seconds and peak bytes of an update of the demo's sizes, with all logits and without them.
 
 The update is that of `benchmarks/trainer_step.py`, on random weights in the shapes of SmolLM2-135M.
 """
@@ -12,7 +12,10 @@ PROMPT_TOKENS = 16
 
 
 def table(rollout: RolloutConfig, scale: str = "full") -> str:
-    """One line per value of model.head; a small update goes first, so that neither pays for what happens once."""
+    """One line per value of model.head.
+
+    A small update goes first, so that neither pays for what happens once.
+    """
     size = SIZES[scale]
     if scale == "full":
         width, classes = size.width, size.classes

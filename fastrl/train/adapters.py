@@ -1,7 +1,7 @@
 """LoRA through `peft`: adapters in a frozen model, and the model without them as the reference.
 
-The policy runs in evaluation mode, so adapters have no dropout: it would make the log-probabilities of sampling and of
-training differ.
+The policy runs in evaluation mode, so adapters have no dropout: it would make the log-probabilities
+of sampling and of training differ.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from fastrl.train.options import LoRAConfig
 
-__all__ = ["add_adapters", "low_rank_term", "without_adapters"]
+__all__ = ["add_adapters", "are_idle", "low_rank_term", "without_adapters"]
 
 _NAME = "default"  # under which peft keeps the one adapter
 
 
 def add_adapters(model: Any, config: LoRAConfig, seed: int) -> None:
-    """Freeze `model` and put adapters, drawn from `seed`, into the layers that `config` names; rank 0 does nothing.
+    """Freeze `model` and put adapters, drawn from `seed`, into the layers that `config` names.
 
-    Raises ValueError when peft is missing or knows none of the layers.
+    Rank 0 does nothing. Raises ValueError when peft is missing or knows none of the layers.
     """
     if not config.rank:
         return
@@ -53,6 +53,12 @@ def add_adapters(model: Any, config: LoRAConfig, seed: int) -> None:
     # Not left to peft: whatever is no adapter stays as it is, embeddings and norms included.
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
+
+
+def are_idle(model: nn.Module) -> bool:
+    """Whether `model` has adapters and none of them changes anything, as before they were trained."""
+    seconds = [p for name, p in model.named_parameters() if "lora_B" in name]
+    return bool(seconds) and not any(p.any() for p in seconds)
 
 
 def low_rank_term(head: nn.Module) -> tuple[nn.Module, dict[str, Any]]:

@@ -201,12 +201,12 @@ def _digest(file: Path) -> str:
 def weights(module: nn.Module) -> dict[str, Tensor]:
     """The state dict of `module` with each shared tensor (tied embeddings) once, under its first name.
 
-    Without what is frozen beside adapters, which is the model that the configuration names; a copy that is
-    frozen as a whole has everything.
+    Where only some parameters are trained (adapters), the others are left out: they are those of the
+    model that the configuration names. Where none is, as in a copy for sampling, nothing is left out.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    is_copy = not any(p.requires_grad for p in parameters.values())
-    frozen = {n for n, p in parameters.items() if not (p.requires_grad or is_copy)}
+    is_trained = any(p.requires_grad for p in parameters.values())
+    frozen = {n for n, p in parameters.items() if is_trained and not p.requires_grad}
     seen: set[int] = set()
     result = {}
     for name, tensor in module.state_dict(keep_vars=True).items():

@@ -1,7 +1,7 @@
-"""Activation checkpointing of a trunk: a layer keeps its inputs and computes the rest again for its gradient.
+"""Activation checkpointing of a trunk: layers keep their inputs and compute the rest again.
 
-`transformers` has its own, but only in training mode (which would bring dropout back) and without a cache of keys and
-values, through which completions share their prompt.
+`transformers` has its own, but only in training mode (which would bring dropout back) and without a
+cache of keys and values, through which completions share their prompt.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["checkpointed_layers"]
 def checkpointed_layers(trunk: nn.Module) -> Iterator[None]:
     """Every layer of `trunk` is a checkpoint inside of the context; the gradient may be taken outside.
 
-    Gradients have the bits that they have without, since the same operations run again on the same inputs. Does
-    nothing where no gradient is recorded. Raises ValueError when the model has no layers that `transformers` marks as
-    such.
+    Gradients have the bits that they have without, since the same operations run again on the same
+    inputs. Does nothing where no gradient is recorded. Raises ValueError when the model has no layers
+    that `transformers` marks as such.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 

@@ -234,7 +234,7 @@ def evaluate_run(config: Config, run_dir: Path | None) -> Evaluation:
             raise ValueError(
                 f"eval: {run_dir} has no checkpoint; train it, or name its config.toml"
             )
-        checkpoint.load_weights(policy.model, found.tensors["policy.safetensors"])
+        checkpoint.load_weights(policy.model, found.file("policy.safetensors"))
         step = found.step
     generator = TransformersGenerator(policy, config.model, batch_size=config.rollout.batch_size)
     return evaluate(config, make_task(config), policy, generator, step=step)

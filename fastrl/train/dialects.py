@@ -19,6 +19,17 @@ from fastrl.train.seeding import derived_seed
 
 __all__ = ["DIALECTS", "Ask", "Dialect", "Sampled", "SGLang", "VLLM"]
 
+_PLAIN = {
+    "skip_special_tokens": False,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""What both servers call the parameters that must do nothing."""
+
 
 class Ask(NamedTuple):
     """Samples of one prompt; number `first` and those after it."""
@@ -88,13 +99,7 @@ class VLLM:
             "stop_token_ids": list(ask.eos_ids),
             "logprobs": 0,
             "return_token_ids": True,
-            "skip_special_tokens": False,
-            "top_p": 1.0,
-            "top_k": -1,
-            "min_p": 0.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "repetition_penalty": 1.0,
+            **_PLAIN,
         }
         choices = field(
             exchange(url, body, timeout=timeout), url, "choices", list, "check engine.kind"
@@ -188,13 +193,7 @@ class SGLang:
             # Versions differ in the width of a seed; 31 bits are in all of them.
             "sampling_seed": derived_seed(ask.seed, ask.place, number) >> 32,
             "stop_token_ids": list(ask.eos_ids),
-            "skip_special_tokens": False,
-            "top_p": 1.0,
-            "top_k": -1,
-            "min_p": 0.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "repetition_penalty": 1.0,
+            **_PLAIN,
         }
 
     def _check_version(self, info: Mapping[str, Any], where: str, version: int) -> None:

@@ -34,8 +34,7 @@ def policy_outputs(
 ) -> TokenOutputs:
     """Log-probabilities under `policy` at the temperature of sampling."""
     compute = partial(_policy_outputs, policy, micro, config, timer, entropy=entropy)
-    with policy.active():
-        return cast(TokenOutputs, policy(compute))
+    return cast(TokenOutputs, policy(compute))
 
 
 def _policy_outputs(
@@ -71,38 +70,34 @@ def policy_loss(
     advantages: Tensor,
     **options: Any,
 ) -> tuple[fastrl.PolicyLoss | fastrl.LinearPolicyLoss, Tensor]:
-    """The policy loss of the trained tokens with `options` of `fastrl.policy_loss`, and their hidden states."""
+    """The policy loss of the trained tokens with `options` of `fastrl.policy_loss`.
+
+    With it go the hidden states of these tokens, [N, H].
+    """
     options |= dataclasses.asdict(config.loss) | {"cu_seqlens": micro.cu_seqlens}
-    compute = partial(_policy_loss, policy, micro, config, timer, old_logp, advantages, options)
+
+    def compute() -> tuple[fastrl.PolicyLoss | fastrl.LinearPolicyLoss, Tensor]:
+        if config.model.head == "fused":
+            hidden = _hidden(policy, micro, config)
+            with timer("fastrl"), autocast(config.model, policy.device):
+                return fastrl.linear_policy_loss(
+                    hidden,
+                    tokens=micro.tokens,
+                    old_logp=old_logp,
+                    advantages=advantages,
+                    temperature=config.rollout.temperature,
+                    entropy=True,
+                    **policy.head_options(),
+                    **options,
+                ), hidden
+        out = _policy_outputs(policy, micro, config, timer, entropy=True)
+        with timer("fastrl"):
+            loss = fastrl.policy_loss(
+                out.logp, old_logp, advantages, entropy=out.entropy, **options
+            )
+        return loss, out.hidden
+
     return cast(tuple[fastrl.PolicyLoss | fastrl.LinearPolicyLoss, Tensor], policy(compute))
-
-
-def _policy_loss(
-    policy: Policy,
-    micro: MicroBatch,
-    config: Config,
-    timer: Timer,
-    old_logp: Tensor,
-    advantages: Tensor,
-    options: dict[str, Any],
-) -> tuple[fastrl.PolicyLoss | fastrl.LinearPolicyLoss, Tensor]:
-    if config.model.head == "fused":
-        hidden = _hidden(policy, micro, config)
-        with timer("fastrl"), autocast(config.model, policy.device):
-            return fastrl.linear_policy_loss(
-                hidden,
-                tokens=micro.tokens,
-                old_logp=old_logp,
-                advantages=advantages,
-                temperature=config.rollout.temperature,
-                entropy=True,
-                **policy.head_options(),
-                **options,
-            ), hidden
-    out = _policy_outputs(policy, micro, config, timer, entropy=True)
-    with timer("fastrl"):
-        loss = fastrl.policy_loss(out.logp, old_logp, advantages, entropy=out.entropy, **options)
-    return loss, out.hidden
 
 
 def _hidden(policy: Policy, micro: MicroBatch, config: Config) -> Tensor:

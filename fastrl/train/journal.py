@@ -1,7 +1,8 @@
 """The record of a run: JSON lines always, TensorBoard where installed, a progress bar on a terminal.
 
 A run folder holds config.toml, metrics.jsonl (one object per step), eval.jsonl (one per evaluation),
-samples.jsonl and eval_samples.jsonl (one trajectory per line) and checkpoints/. Every line carries its step, so a resumed run can cut off what
+samples.jsonl and eval_samples.jsonl (one trajectory per line) and checkpoints/; beside them what other
+parts write (warm_start.py, engines.py). Every line carries its step, so a resumed run can cut off what
 was written after the checkpoint it continues from.
 """
 
@@ -183,7 +184,7 @@ def _cut(path: Path, last: int) -> None:
     """Remove the lines of steps after `last`, and a last line that a crash left unfinished."""
     if not path.exists():
         return
-    # Bytes: a crash can cut inside a character, and a line of JSON may hold U+2028, which is no line's end here.
+    # Bytes: a crash can cut inside a character, and a line of JSON may hold U+2028, which ends none.
     lines = path.read_bytes().split(b"\n")
     kept = b"".join(line + b"\n" for line in lines if _is_up_to(line, last))
     if kept != path.read_bytes():

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from fastrl.train.adapters import add_adapters, low_rank_term, without_adapters
+from fastrl.train.adapters import add_adapters, are_idle, low_rank_term, without_adapters
 from fastrl.train.checkpointing import checkpointed_layers
 from fastrl.train.config import ModelConfig
 
@@ -32,7 +32,6 @@ __all__ = [
     "keys_and_values",
     "load_policy",
 ]
-
 
 T = TypeVar("T")
 
@@ -68,7 +67,10 @@ class Policy(nn.Module):
         self.pad_id: int = self.eos_ids[0] if pad is None else int(pad)
 
     def forward(self, compute: Callable[[], T]) -> T:
-        """What `compute` returns, which uses trunk and head. Sharded weights are whole meanwhile."""
+        """What `compute` returns, which uses trunk and head of this policy.
+
+        Sharded weights are whole meanwhile, and the adapters of a policy without them are left out.
+        """
         return compute()
 
     @property
@@ -144,17 +146,16 @@ class Policy(nn.Module):
             ),
         )
 
-    def active(self) -> AbstractContextManager[None]:
-        """What a forward pass of this policy must run in."""
-        return nullcontext()
-
     def trained(self) -> list[nn.Parameter]:
         """The weights that are trained: all, or those of the adapters."""
         return [p for p in self.parameters() if p.requires_grad]
 
     def reference(self) -> Policy:
-        """This policy before it is trained: the same weights without adapters, or a copy that needs no gradient."""
-        if any(not p.requires_grad for p in self.parameters()):
+        """This policy as it is now, which later training does not change.
+
+        Adapters that do nothing yet are left out of the very same weights; else it is a copy.
+        """
+        if are_idle(self.model):
             return _WithoutAdapters(self.model, self.tokenizer).eval()
         return self.frozen_copy()
 
@@ -167,8 +168,9 @@ class Policy(nn.Module):
 class _WithoutAdapters(Policy):
     """The frozen weights of a policy with adapters; nothing is copied."""
 
-    def active(self) -> AbstractContextManager[None]:
-        return without_adapters(self.model)
+    def forward(self, compute: Callable[[], T]) -> T:
+        with without_adapters(self.model):
+            return compute()
 
 
 class ValueModel(nn.Module):

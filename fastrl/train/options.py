@@ -1,5 +1,4 @@
-"""Sections of the configuration: environments, warm start, filtering groups, LoRA, engines and the correction of what
-they sample, several processes, checkpoints, logs.
+"""More sections of the configuration; those of model, task, optimiser and losses are in config.py.
 
 A sentence under each field, as in config.py.
 """

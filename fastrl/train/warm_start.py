@@ -65,9 +65,10 @@ def warm_start(
     found = checkpoint.load_latest(folder, journal.say) if resume else None
     if found is not None:
         checkpoint.load_weights(policy.model, found.file("policy.safetensors"))
-        checkpoint.restore_rng(found.file("rng.safetensors"))
         return
-    trained = [p for p in policy.parameters() if p.requires_grad]
+    # Environments may draw from the generators, and the steps after a resumed start must not know.
+    random_state = checkpoint.rng_tensors()
+    trained = policy.trained()
     optimizer = torch.optim.AdamW(
         trained, lr=options.lr, betas=config.optim.betas, weight_decay=0.0, fused=True
     )
@@ -91,18 +92,11 @@ def warm_start(
         records.append({"step": step + 1, "loss": total, "correct": correct})
         if (step + 1) % max(options.steps // 10, 1) == 0:
             journal.say(f"warm start {step + 1}/{options.steps}  loss {total:.3f} nats per token")
+    checkpoint.restore_rng(random_state)
     if not world.is_first:
         return
-    checkpoint.save(
-        folder,
-        0,
-        {
-            "policy.safetensors": checkpoint.weights(policy.model),
-            "rng.safetensors": checkpoint.rng_tensors(),
-        },
-        {},
-        keep=1,
-    )
+    tensors = {"policy.safetensors": checkpoint.weights(policy.model)}
+    checkpoint.save(folder, 0, tensors, {}, keep=1)
     lines = "".join(json.dumps(r) + "\n" for r in records)
     replace_file(run_dir / "warm_start.jsonl", lines.encode())
 

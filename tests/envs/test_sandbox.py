@@ -148,7 +148,7 @@ ESCAPES: dict[str, tuple[str, str]] = {
         "end\n",
     ),
     "the root and devices in memory": (
-        "import os\nfor place in ('/', '/dev', '/dev/shm', '/etc', '/root', '/home', '/work', '/old', '/sys', '/run'):\n"
+        "import os\nfor place in ('/', '/dev', '/dev/shm', '/etc', '/root', '/home', '/srv', '/old', '/sys', '/run'):\n"
         "    try:\n        open(place + '/planted', 'w').write('x')\n        print('wrote', place)\n    except OSError:\n"
         "        pass\nprint('end')",
         "end\n",
@@ -216,6 +216,7 @@ ENTRIES = {
     "empty files": ("i = 0\nwhile True:\n    open(f'f{i}', 'w').close()\n    i += 1", {"disk"}),
     # Deeper than Python can recurse, by the time that it is seen.
     "nested folders": ("import os\nfor _ in range(1010):\n    os.mkdir('d')\n    os.chdir('d')", {"disk", ""}),
+    "locked folders": ("import os\nos.mkdir('d')\nopen('d/f', 'w').close()\nos.chmod('d', 0)", {""}),
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 USER = 54321
-SOME = "leaves_files or outside or network or privileges or way_out or links"
+SOME = "leaves_files or outside or network or privileges or way_out or links or locked"
 
 
 def as_user(command: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:

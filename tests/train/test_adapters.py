@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from fastrl.cli import main
 from fastrl.train.config import Config
@@ -32,11 +33,15 @@ def _policy(config: Config, *, moved: bool = True) -> Policy:
     """`moved`: away from the start, where the second factors are 0 and adapters change nothing."""
     policy = load_policy(config.model, seed=0, device=CPU)
     if moved:
-        draw = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for parameter in policy.trained():
-                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=draw))
+        _move(policy)
     return policy
+
+
+def _move(policy: Policy, seed: int = 1) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.trained():
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=draw))
 
 
 def test_the_trained_weights_are_those_of_the_adapters(small: Callable[..., Config]) -> None:
@@ -48,6 +53,9 @@ def test_the_trained_weights_are_those_of_the_adapters(small: Callable[..., Conf
     plain = load_policy(small("grpo").model, seed=0, device=CPU)
     micro = _micro(config := small("grpo", "optim.mini_batches=1"))
     with torch.no_grad():
+        torch.rand(1)  # the adapters are drawn from the seed, whatever was drawn before
+        again = load_policy(small("grpo", "model.lora.rank=4").model, seed=0, device=CPU)
+        assert all(map(torch.equal, policy.trained(), again.trained()))
         same = [policy_outputs(p, micro, config, Timer()).logp for p in (policy, plain)]
     assert torch.equal(*same)
 
@@ -55,8 +63,9 @@ def test_the_trained_weights_are_those_of_the_adapters(small: Callable[..., Conf
 def test_the_reference_is_the_frozen_model_and_no_copy(small: Callable[..., Config]) -> None:
     settings = ("optim.mini_batches=1", "model.lora.rank=4", HEAD_TOO)
     config = small("grpo", *settings)
-    policy, micro = _policy(config), _micro(config)
+    policy, micro = _policy(config, moved=False), _micro(config)
     reference = policy.reference()
+    _move(policy)
     ours = {id(p) for p in policy.model.parameters()}
     assert {id(p) for p in reference.parameters()} == ours
     plain = load_policy(small("grpo").model, seed=0, device=CPU)
@@ -69,6 +78,21 @@ def test_the_reference_is_the_frozen_model_and_no_copy(small: Callable[..., Conf
         assert torch.equal(found, base)
         assert (moved - base).abs().max() > 1e-3
     assert len(policy.trained()) == 6, "adapters are trained again after they were left out"
+
+
+def test_adapters_of_a_warm_start_stay_in_the_reference(small: Callable[..., Config]) -> None:
+    config = small("grpo", "optim.mini_batches=1", "model.lora.rank=4", HEAD_TOO)
+    policy, micro = _policy(config), _micro(config)
+
+    def logp(of: Policy) -> Tensor:
+        with torch.no_grad():
+            return policy_outputs(of, micro, config, Timer()).logp
+
+    start, reference = logp(policy), policy.reference()
+    _move(policy, seed=2)
+    assert torch.equal(logp(reference), start)
+    assert (logp(policy) - start).abs().max() > 1e-3
+    assert not reference.trained()
 
 
 def test_the_adapter_of_the_head_goes_through_the_op(small: Callable[..., Config]) -> None:

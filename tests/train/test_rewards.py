@@ -27,6 +27,7 @@ from fastrl.train import config as configs
 from fastrl.train.config import Config
 from fastrl.train.guard import call_each
 from fastrl.train.loop import train
+from fastrl.train.scoring import score
 from tests.soak import ROOT
 from tests.train import rewards
 
@@ -127,6 +128,17 @@ def test_code_that_cannot_be_interrupted_ends_the_process(fault: str) -> None:
 def test_what_is_a_score(value: Any, expected: float | None) -> None:
     assert as_score(value) == expected
     assert type(as_score(value)) in (float, type(None))
+
+
+def test_every_fault_of_a_completion_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(rewards.FAULT, "raises")
+    named = [("tests.train.rewards:faulty", name, 1.0) for name in ("first", "second")]
+    task = load_task("count_up", rewards=named, held_out=1)
+    config = configs.parse({"task": {"failed_reward": "skip"}}).task
+    (scores,) = score(config, task, [(Question(text="a", answer=""), "")])
+    assert scores.parts == {"first": None, "second": None}
+    first, second = scores.error.split("; task: ")
+    assert "'first' raised KeyError" in first and "'second' raised KeyError" in second
 
 
 def test_the_functions_error_is_the_cause() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,14 +18,17 @@ from typing import Any
 import pytest
 import torch
 
-from fastrl.envs import EnvTask
+from fastrl.envs import EnvTask, Message, StepResult
 from fastrl.envs.calculator import Calculator
 from fastrl.train import config as configs
+from fastrl.train.batch import make_batch
 from fastrl.train.collect import make_task
 from fastrl.train.config import Config
+from fastrl.train.journal import Silent
 from fastrl.train.loop import train
 from fastrl.train.models import load_policy
-from fastrl.train.warm_start import demonstrations
+from fastrl.train.seeding import set_up
+from fastrl.train.warm_start import demonstrations, warm_start
 
 CALCULATOR = Path(__file__).parents[2] / "configs/calculator.toml"
 QUIET = ("log.samples_every=0", "log.tensorboard=false", "log.progress=false")
@@ -93,7 +97,9 @@ def test_only_what_the_assistant_says_is_imitated() -> None:
         heard = [i for i, m in zip(t.completion_ids, t.mask, strict=True) if not m]
         assert policy.decode(heard) == f"{a + b:02d};{a + b + c:02d};"
     assert shown == demonstrations(config, task, policy, step=0)
-    assert shown != demonstrations(config, task, policy, step=1)
+    assert {t.prompt for t in shown} != {
+        t.prompt for t in demonstrations(config, task, policy, step=1)
+    }
 
 
 def test_resume_keeps_the_warm_start_and_its_reference(tmp_path: Path) -> None:
@@ -110,7 +116,50 @@ def test_resume_keeps_the_warm_start_and_its_reference(tmp_path: Path) -> None:
     assert lines(tmp_path / "whole/warm_start.jsonl") == lines(tmp_path / "parts/warm_start.jsonl")
     # Imitation lowers the loss from ln 17, that of 17 tokens at random.
     losses = [r["loss"] for r in lines(tmp_path / "whole/warm_start.jsonl")]
+    assert losses[0] == pytest.approx(math.log(17), abs=0.2)
     assert losses[-1] < losses[0] - 0.1
+
+
+def test_gradients_are_clipped(tmp_path: Path) -> None:
+    """To a norm that is nothing beside the eps of AdamW."""
+    train(small("optim.max_grad_norm=1e-12", "steps=0"), tmp_path)
+    losses = [r["loss"] for r in lines(tmp_path / "warm_start.jsonl")]
+    assert losses[-1] > losses[0] - 0.05
+
+
+class Unscored(Calculator):
+    """No reward says anything."""
+
+    def step(self, message: Message) -> StepResult:
+        return super().step(message)._replace(reward_parts={})
+
+
+def test_what_nothing_scored_is_imitated_too() -> None:
+    config = small("env.source=tests.train.test_warm_start:Unscored")
+    policy = load_policy(config.model, seed=0, device=torch.device("cpu"))
+    shown = demonstrations(config, make_task(config), policy, step=0)
+    assert make_batch(shown, [], []).mask.sum() == sum(sum(t.mask) for t in shown) > 0
+
+
+class Drawing(Calculator):
+    """Draws from the generator that rewards and environments share."""
+
+    def step(self, message: Message) -> StepResult:
+        random.random()
+        return super().step(message)
+
+
+def test_the_generators_are_as_if_it_had_not_been(tmp_path: Path) -> None:
+    """So a run that is resumed before its first checkpoint has on every rank those of one that was not."""
+    config = small("env.source=tests.train.test_warm_start:Drawing")
+    for resume in (False, True):
+        policy = load_policy(config.model, seed=0, device=set_up(config))
+        before = random.getstate()
+        demonstrations(config, task := make_task(config), policy, step=0)
+        assert random.getstate() != before
+        random.setstate(before)
+        warm_start(config, task, policy, tmp_path, Silent(tmp_path, config), resume=resume)
+        assert random.getstate() == before
 
 
 class Short(Calculator):

@@ -155,6 +155,19 @@ def test_errors_name_the_remedy(
         pass
 
 
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [("[gloo/transport/tcp] Connection closed by peer", ConnectionError), ("shapes", RuntimeError)],
+)
+def test_only_errors_of_the_connection_are_called_so(
+    small: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, message: str, kind: type
+) -> None:
+    for name, value in {"is_initialized": True, "get_rank": 0, "get_world_size": 2}.items():
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    with pytest.raises(kind), connect(small("grpo", "device=cpu")):
+        raise RuntimeError(message)
+
+
 # --- runs --------------------------------------------------------------------------------------
 
 
@@ -189,6 +202,8 @@ def cases(tied: Path) -> dict[str, Config]:
         "grpo_fsdp2": case(
             *("grpo_tiny", sharded, "kl.coef=0.01", f"model.source={tied}"),
             *("optim.max_grad_norm=0.1", "loss.agg=token_mean"),
+            # It computes layers again whose weights are no longer whole.
+            "model.activation_checkpointing=true",
         ),
         "ppo_fsdp2": case(
             *("ppo_tiny", sharded, "ppo.critic=separate", "ppo.warmup_steps=1", "kl.coef=0.01"),
