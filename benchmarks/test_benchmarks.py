@@ -17,7 +17,7 @@ import torch
 from benchmarks.registry import Case, Prepared, cases
 from benchmarks.verify import Disagreement, check
 
-pytest.importorskip("pytest_benchmark")
+pytest.importorskip("pytest_benchmark", reason="pytest-benchmark is not installed")
 
 CASES = cases(
     os.environ.get("FASTRL_BENCH_SCALE", "full"),

@@ -7,7 +7,6 @@ the same arithmetic, so the way changes no bit. Work is balanced whatever the le
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -136,54 +135,60 @@ def chain_kernel(
 
 
 class ScanRows:
-    """The way of one call through its rows, with ``num_scans`` scans at once and ``num_links`` values beside them."""
+    """The way of one call through its rows, with ``num_scans`` scans at once and ``num_links`` values beside them.
+
+    With ``mask``, rows are scanned up to their last valid token, or from their first one on where not ``reverse``.
+    """
 
     def __init__(
-        self, like: Tensor, cu_seqlens: Tensor | None, num_scans: int = 1, num_links: int = 0
+        self,
+        like: Tensor,
+        cu_seqlens: Tensor | None,
+        num_scans: int = 1,
+        num_links: int = 0,
+        mask: Tensor | None = None,
+        reverse: bool = True,
     ) -> None:
         self.cu_seqlens = cu_seqlens
         self.num_scans = num_scans
         self.count, self.length = _triton.num_rows(like, cu_seqlens), like.shape[-1]
         self.is_split = _triton.has_few_long_rows(like, cu_seqlens)
-        rows, block = (1, _triton.TILE) if self.is_split else _triton.tile_shape(like, cu_seqlens)
-        self.tile: dict[str, Any] = {"ROWS": rows, "BLOCK": block}
         self.positions: Tensor | None = None
         self.states: Tensor | None = None
-        if self.is_split:
-            self.num_programs = _triton.num_slots(like, cu_seqlens, block)
-            planes = num_scans * _PLANES.value + num_links
-            shape = (planes, self.num_programs)
-            self.states = like.new_empty(shape, dtype=result_dtype(like.dtype))
-        else:
+        rows, block = (1, _triton.TILE) if self.is_split else _triton.tile_shape(like, cu_seqlens)
+        self.tile: dict[str, Any] = {"ROWS": rows, "BLOCK": block}
+        if not self.is_split:
             self.num_programs = triton.cdiv(self.count, rows)
+            return
+        self.num_programs = _triton.num_slots(like, cu_seqlens, block)
+        shape = (num_scans * _PLANES.value + num_links, self.num_programs)
+        self.states = like.new_empty(shape, dtype=result_dtype(like.dtype))
+        if mask is not None:
+            self.positions = mask.new_empty((self.count,), dtype=torch.int64)
+            _triton.launch(
+                positions_kernel,
+                (self.count,),
+                *(mask, cu_seqlens, self.positions, self.count, self.length),
+                _triton.row_stride(mask),
+                REVERSE=reverse,
+                BLOCK=_SEARCHED,
+            )
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         """What the kernel of a scan needs of this, in its order."""
         return self.states, self.count, self.length, self.num_programs
 
-    def run(
-        self,
-        launch: Callable[[tl.constexpr], None],
-        initial: Tensor | None = None,
-        mask: Tensor | None = None,
-        reverse: bool = True,
-    ) -> None:
-        """``launch`` the kernel of a scan for each pass. ``initial`` is what enters its first scan; with ``mask``, rows
-        are scanned up to their last valid token, or from their first one on."""
+    def run(self, kernel: Any, *args: Any, initial: Tensor | None = None, **meta: Any) -> None:
+        """Launch ``kernel`` for each pass; ``initial`` is what enters its first scan."""
+
+        def launch(which: tl.constexpr) -> None:
+            grid = (self.num_programs,)
+            _triton.launch(kernel, grid, *args, PASS=which.value, **self.tile, **meta)
+
         if not self.is_split:
             launch(BY_ROW)
             return
-        if mask is not None:
-            self.positions = mask.new_empty((self.count,), dtype=torch.int64)
-            _triton.launch(
-                positions_kernel,
-                (self.count,),
-                *(mask, self.cu_seqlens, self.positions, self.count, self.length),
-                _triton.row_stride(mask),
-                REVERSE=reverse,
-                BLOCK=_SEARCHED,
-            )
         launch(REDUCE)
         _triton.launch(
             chain_kernel,

@@ -9,7 +9,7 @@ import pytest
 
 from fastrl import _library
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="triton is not installed")
 if _library.triton_interprets:
     pytest.skip("Triton interprets, so that nothing compiles", allow_module_level=True)
 

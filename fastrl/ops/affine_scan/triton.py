@@ -113,20 +113,14 @@ def affine_scan(
     inputs = [_triton.unit_stride(a), _triton.unit_stride(b)]
     initial, cu_seqlens = _triton.dense(initial), _triton.dense(cu_seqlens)
     rows = ScanRows(a, cu_seqlens)
-
-    def launch(which: tl.constexpr) -> None:
-        _triton.launch(
-            affine_scan_kernel,
-            (rows.num_programs,),
-            *(*inputs, initial, cu_seqlens, out, *rows.arguments),
-            *map(_triton.row_stride, (*inputs, out)),
-            PASS=which.value,
-            REVERSE=reverse,
-            T=_triton.compute_type(a.dtype),
-            **rows.tile,
-        )
-
-    rows.run(launch, initial=initial)
+    rows.run(
+        affine_scan_kernel,
+        *(*inputs, initial, cu_seqlens, out, *rows.arguments),
+        *map(_triton.row_stride, (*inputs, out)),
+        initial=initial,
+        REVERSE=reverse,
+        T=_triton.compute_type(a.dtype),
+    )
     return out
 
 
@@ -143,18 +137,11 @@ def affine_scan_backward(
     initial, cu_seqlens = _triton.dense(initial), _triton.dense(cu_seqlens)
     rows = ScanRows(a, cu_seqlens)
     grad_initial = grad_a.new_empty((rows.count,))
-
-    def launch(which: tl.constexpr) -> None:
-        _triton.launch(
-            affine_scan_backward_kernel,
-            (rows.num_programs,),
-            *(*inputs, initial, cu_seqlens, grad_a, grad_b, grad_initial, *rows.arguments),
-            *map(_triton.row_stride, (*inputs, grad_a)),
-            PASS=which.value,
-            REVERSE=reverse,
-            T=_triton.compute_type(a.dtype),
-            **rows.tile,
-        )
-
-    rows.run(launch)
+    rows.run(
+        affine_scan_backward_kernel,
+        *(*inputs, initial, cu_seqlens, grad_a, grad_b, grad_initial, *rows.arguments),
+        *map(_triton.row_stride, (*inputs, grad_a)),
+        REVERSE=reverse,
+        T=_triton.compute_type(a.dtype),
+    )
     return grad_a, grad_b, grad_initial

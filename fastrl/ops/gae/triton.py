@@ -1,4 +1,4 @@
-"""Generalised advantage estimation and its adjoint in Triton: a program walks its rows a tile at a time.
+"""Generalised advantage estimation and its adjoint in Triton, tile by tile as `_triton_scan` says.
 
 Tiles start at the last valid token, in the adjoint, which runs the other way, at the first one: so a row gives the same
 bits with any amount of padding, on either side, and packed.
@@ -14,7 +14,15 @@ from torch import Tensor
 
 from fastrl import _triton
 from fastrl._library import result_dtype
-from fastrl._triton import before, edge, first_valid, last_valid_end, scan, spans, steps_to
+from fastrl._triton import (
+    before,
+    edge,
+    first_valid,
+    last_valid_end,
+    scan,
+    spans,
+    steps_to,
+)
 from fastrl._triton_scan import (
     BY_ROW,
     REDUCE,
@@ -28,6 +36,28 @@ from fastrl._triton_scan import (
 )
 
 _CARRY, _ZERO_STEP, _IGNORE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _lam_of_rows(lam, lam_rows, row, num_rows, T: tl.constexpr, ROWS: tl.constexpr):
+    if lam_rows is not None:
+        return tl.load(lam_rows + row, mask=row < num_rows, other=0)[:, None]
+    else:
+        return tl.full([ROWS, 1], lam, T)
+
+
+@triton.jit
+def _tokens(mask_row, done_row, column, inside, HOLES: tl.constexpr):
+    """Of each token: whether it is valid, is read, is a step, and is one that does not end its episode."""
+    valid = inside
+    if mask_row is not None:  # `is_valid` takes three registers more
+        valid = tl.load(mask_row + column, mask=inside, other=0) != 0
+    is_read = inside if HOLES == _IGNORE else valid
+    is_step = valid if HOLES == _CARRY else inside
+    kept = is_step
+    if done_row is not None:
+        kept = is_step & (tl.load(done_row + column, mask=is_read, other=0) == 0)
+    return valid, is_read, is_step, kept
 
 
 @triton.jit
@@ -86,6 +116,7 @@ def gae_kernel(
     if values is not None:
         value_row = values + (start + row * value_stride)[:, None]
         return_row = returns + (start + row * out_stride)[:, None]
+    done_row = dones
     if dones is not None:
         done_row = dones + (start + row * done_stride)[:, None]
 
@@ -111,15 +142,12 @@ def gae_kernel(
                     tl.store(return_row + column, shown, mask=inside)
 
     gammas = tl.full([ROWS, 1], gamma, T)
-    if lam_rows is not None:
-        decay = gammas * tl.load(lam_rows + row, mask=row < num_rows, other=0)[:, None]
-    else:
-        decay = gammas * tl.full([ROWS, 1], lam, T)
+    decay = gammas * _lam_of_rows(lam, lam_rows, row, num_rows, T, ROWS)
     second_decay = gammas * tl.full([ROWS, 1], returns_lam, T)
     following = tl.zeros([ROWS, 1], T)
     if bootstrap is not None:
         following = tl.load(bootstrap + row, mask=row < num_rows, other=0)[:, None]
-    carry, second_carry = tl.zeros([ROWS, 1], T), tl.zeros([ROWS, 1], T)
+    carry = tl.zeros([ROWS, 1], T)
     if values is None:  # the return itself is carried, and the bootstrap enters it once
         carry = following
     else:
@@ -129,19 +157,12 @@ def gae_kernel(
         following = link_into(following, states, num_slots, 1 + TWO_LAMBDAS, PASS)
     carry = carry_into(carry, states, num_slots, 0, PASS)
     if TWO_LAMBDAS:
-        second_carry = carry_into(second_carry, states, num_slots, 1, PASS)
+        second_carry = carry_into(tl.zeros([ROWS, 1], T), states, num_slots, 1, PASS)
 
     for tile in range(first_tile, tiles_end(first_tile, end, PASS, BLOCK)):
         column = (end - (tile + 1) * BLOCK)[:, None] + lane
         inside = column >= 0
-        valid = inside
-        if mask is not None:
-            valid = tl.load(mask_row + column, mask=inside, other=0) != 0
-        is_read = inside if HOLES == _IGNORE else valid
-        is_step = valid if HOLES == _CARRY else inside
-        kept = is_step
-        if dones is not None:
-            kept = is_step & (tl.load(done_row + column, mask=is_read, other=0) == 0)
+        valid, is_read, is_step, kept = _tokens(mask_row, done_row, column, inside, HOLES)
         delta = tl.load(reward_row + column, mask=is_read, other=0).to(T)
         if values is not None:
             is_shown = inside if FILL_CARRY and HOLES == _CARRY else is_read
@@ -219,10 +240,7 @@ def gae_backward_kernel(
                     tl.store(grad_values + out_row + column, nothing, mask=outside)
 
     gammas = tl.full([ROWS, 1], gamma, T)
-    if lam_rows is not None:
-        decay = gammas * tl.load(lam_rows + row, mask=row < num_rows, other=0)[:, None]
-    else:
-        decay = gammas * tl.full([ROWS, 1], lam, T)
+    decay = gammas * _lam_of_rows(lam, lam_rows, row, num_rows, T, ROWS)
     second_decay = gammas * tl.full([ROWS, 1], returns_lam, T)
     # Of the last step to the left: whether the episode goes on behind it, and its gradients.
     goes_on = tl.zeros([ROWS, 1], T)
@@ -231,19 +249,13 @@ def gae_backward_kernel(
         goes_on = _goes_on_before(done_row, mask_row, begin, first, size, HOLES, T, BLOCK)
     goes_on = link_into(goes_on, states, num_slots, 1 + TWO_LAMBDAS, PASS)
     carry = carry_into(tl.zeros([ROWS, 1], T), states, num_slots, 0, PASS)
-    second_carry = carry_into(tl.zeros([ROWS, 1], T), states, num_slots, TWO_LAMBDAS, PASS)
+    if TWO_LAMBDAS:
+        second_carry = carry_into(tl.zeros([ROWS, 1], T), states, num_slots, 1, PASS)
 
     for tile in range(first_tile, tiles_end(first_tile, size - first, PASS, BLOCK)):
         column = (first + tile * BLOCK)[:, None] + lane
         inside = column < size[:, None]
-        valid = inside
-        if mask is not None:
-            valid = tl.load(mask_row + column, mask=inside, other=0) != 0
-        is_read = inside if HOLES == _IGNORE else valid
-        is_step = valid if HOLES == _CARRY else inside
-        kept = is_step
-        if dones is not None:
-            kept = is_step & (tl.load(done_row + column, mask=is_read, other=0) == 0)
+        valid, is_read, is_step, kept = _tokens(mask_row, done_row, column, inside, HOLES)
         kept, goes_on = before(is_step, kept.to(T), goes_on, REVERSE=False)
         delta = tl.load(advantage_row + column, mask=valid, other=0).to(T)
         if grad_returns is not None:
@@ -300,31 +312,25 @@ def gae_out(
     bootstrap, lam_rows, cu_seqlens = map(_triton.dense, (bootstrap, lam_rows, cu_seqlens))
     has_values = values is not None
     has_two = has_values and _has_two(lam_rows, lam, returns_lam)
-    rows = ScanRows(rewards, cu_seqlens, num_scans=1 + has_two, num_links=int(has_values))
-
-    def launch(which: tl.constexpr) -> None:
-        _triton.launch(
-            gae_kernel,
-            (rows.num_programs,),
-            *(*inputs, bootstrap, lam_rows, cu_seqlens, advantages, returns, rows.positions),
-            *rows.arguments,
-            *map(_triton.row_stride, (*inputs, advantages)),
-            *(gamma, lam, returns_lam),
-            PASS=which.value,
-            HOLES=holes if mask is not None else _IGNORE.value,
-            FILL_CARRY=fill_carry and mask is not None,
-            TWO_LAMBDAS=has_two,
-            T=_triton.compute_type(rewards.dtype),
-            **rows.tile,
-            num_warps=4 if rows.tile["ROWS"] == 16 else 8,  # eight would spill on sm_80
-        )
-
     ends_early = holes == _CARRY.value or (holes == _ZERO_STEP.value and bootstrap is None)
-    rows.run(
-        launch,
-        initial=None if has_values else bootstrap,
+    rows = ScanRows(
+        *(rewards, cu_seqlens),
+        num_scans=1 + has_two,
+        num_links=int(has_values),
         mask=inputs[2] if ends_early else None,
-        reverse=True,
+    )
+    rows.run(
+        gae_kernel,
+        *(*inputs, bootstrap, lam_rows, cu_seqlens, advantages, returns, rows.positions),
+        *rows.arguments,
+        *map(_triton.row_stride, (*inputs, advantages)),
+        *(gamma, lam, returns_lam),
+        initial=None if has_values else bootstrap,
+        HOLES=holes if mask is not None else _IGNORE.value,
+        FILL_CARRY=fill_carry and mask is not None,
+        TWO_LAMBDAS=has_two,
+        T=_triton.compute_type(rewards.dtype),
+        num_warps=4 if rows.tile["ROWS"] == 16 else 8,  # eight would spill on sm_80
     )
 
 
@@ -377,25 +383,24 @@ def gae_backward(
     inputs += [_triton.mask_rows(mask), _triton.mask_rows(dones)]
     lam_rows, cu_seqlens = _triton.dense(lam_rows), _triton.dense(cu_seqlens)
     has_two = grad_returns is not None and _has_two(lam_rows, lam, returns_lam)
-    rows = ScanRows(grad_advantages, cu_seqlens, num_scans=1 + has_two, num_links=1)
+    rows = ScanRows(
+        *(grad_advantages, cu_seqlens),
+        num_scans=1 + has_two,
+        num_links=1,
+        mask=inputs[2] if holes != _IGNORE.value else None,
+        reverse=False,
+    )
     grad_rewards = _result(grad_advantages)
     grad_values = grad_rewards.new_empty(grad_rewards.shape if grad_returns is not None else (0,))
     grad_bootstrap = grad_rewards.new_empty((rows.count,))
-
-    def launch(which: tl.constexpr) -> None:
-        _triton.launch(
-            gae_backward_kernel,
-            (rows.num_programs,),
-            *(*inputs, lam_rows, cu_seqlens, grad_rewards, grad_values, grad_bootstrap),
-            *(rows.positions, *rows.arguments),
-            *map(_triton.row_stride, (*inputs, grad_rewards)),
-            *(gamma, lam, returns_lam),
-            PASS=which.value,
-            HOLES=holes if mask is not None else _IGNORE.value,
-            TWO_LAMBDAS=has_two,
-            T=_triton.compute_type(grad_advantages.dtype),
-            **rows.tile,
-        )
-
-    rows.run(launch, mask=inputs[2] if holes != _IGNORE.value else None, reverse=False)
+    rows.run(
+        gae_backward_kernel,
+        *(*inputs, lam_rows, cu_seqlens, grad_rewards, grad_values, grad_bootstrap),
+        *(rows.positions, *rows.arguments),
+        *map(_triton.row_stride, (*inputs, grad_rewards)),
+        *(gamma, lam, returns_lam),
+        HOLES=holes if mask is not None else _IGNORE.value,
+        TWO_LAMBDAS=has_two,
+        T=_triton.compute_type(grad_advantages.dtype),
+    )
     return grad_rewards, grad_values, grad_bootstrap
