@@ -68,12 +68,12 @@ def torch_paths() -> tuple[list[str], list[str]]:
     remedy = "install torch first and use `pip install --no-build-isolation`"
     try:
         import torch
-        from torch.utils.cpp_extension import include_paths, library_paths
+        from torch.utils import cpp_extension
     except ImportError as error:
         raise Unbuildable(f"torch is missing ({error}); {remedy}") from error
     if Version(torch.__version__) < Version(MIN_TORCH):
         raise Unbuildable(f"torch {torch.__version__} is older than {MIN_TORCH}; {remedy}")
-    return include_paths(), library_paths()
+    return cpp_extension.include_paths(), cpp_extension.library_paths()
 
 
 def compiler() -> str:

@@ -209,7 +209,7 @@ def test_calls_stay_in_the_main_thread_and_may_use_signals() -> None:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
         return "slept"
 
-    before = signal.getsignal(signal.SIGVTALRM)
+    before, running = signal.getsignal(signal.SIGVTALRM), set(threading.enumerate())
     calls: list[Callable[[], Any]] = [
         threading.current_thread,
         alarmed,
@@ -220,9 +220,7 @@ def test_calls_stay_in_the_main_thread_and_may_use_signals() -> None:
     assert (first, second, last) == (threading.main_thread(), "its own alarm", 3)
     assert isinstance(third, TimeoutError)
     assert signal.getsignal(signal.SIGVTALRM) == before
-    assert not [
-        t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon
-    ]
+    assert not [t for t in set(threading.enumerate()) - running if not t.daemon]
 
 
 def test_a_loop_in_python_and_in_re_is_ended() -> None:
